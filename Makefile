@@ -1,0 +1,32 @@
+# make test   lint, types, tests and doctests (what CI runs)
+# make lint   ruff and mypy alone
+# make docs   measure what the documents state and draw their pictures
+# Everything happens in .venv, which any target creates with the pinned versions of constraints.txt.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: test lint docs clean
+.DELETE_ON_ERROR:
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "misconv needs Python 3.11 or newer, this is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest --numprocesses auto --quiet
+
+docs: $(VENV)/installed
+	$(BIN)/python docs/measure.py
+	$(BIN)/python docs/pictures.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,389 @@
+"""The maths of the layers as functions: moments of a convolution, expected activations, partial convolution."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from misconv._checks import check_images, check_observed, check_seen_finite, describe, readable
+from misconv._expectations import Activation, expectation
+from misconv.mfa import MFA
+
+__all__ = ["batch_norm_moments", "conv2d_moments", "expected_activation", "expected_conv2d", "partial_conv2d"]
+
+Pair = int | tuple[int, ...]
+Padding = int | str | tuple[int, ...]
+PaddingMode = str
+
+
+def conv2d_moments(
+    p: MFA,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Pair = 1,
+    padding: Padding = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+    padding_mode: PaddingMode = "zeros",
+) -> tuple[Tensor, Tensor]:
+    """The mean and variance of every response of a convolution to images that are random where they are missing.
+
+    ``m = M μ + b`` and ``σ² = M² d + Σ_j (M a_j)²``, with M² the convolution with squared weights and no bias. Pixels
+    outside the image are certain zeros; with another `padding_mode` one random pixel may stand in several places of a
+    window, and its noise is then counted once with the sum of its weights.
+
+    Args:
+        p: the images, an MFA of B×C×H×W with K components.
+        weight, bias, stride, padding, dilation, groups: as in `torch.nn.functional.conv2d`.
+        padding_mode: as in `torch.nn.Conv2d`.
+
+    Returns:
+        Mean and variance, each (B, K, O, H', W').
+
+    Example:
+        >>> ones = torch.ones(1, 1, 1, 4, 4)
+        >>> p = MFA(torch.zeros(1, 1), ones, torch.zeros(1, 1, 0, 1, 4, 4), ones)
+        >>> m, v = conv2d_moments(p, torch.full((1, 1, 2, 2), 3.0))
+        >>> m.unique().tolist(), v.unique().tolist()  # 4 pixels of mean 1 and variance 1, weight 3
+        ([12.0], [36.0])
+    """
+    mean, variance = _moments(p, weight, bias, stride, padding, dilation, groups, padding_mode)
+    return mean.to(variance.dtype), variance
+
+
+def expected_activation(activation: Activation, mean: Tensor, variance: Tensor) -> Tensor:
+    """E[f(Z)] for Z ~ N(mean, variance), place by place.
+
+    Closed forms: identity, ReLU, LeakyReLU, PReLU, ReLU6, Hardtanh, Hardsigmoid, Hardswish, ELU, CELU, SELU, GELU;
+    sigmoid, tanh, SiLU and Softplus to 1e-9 for any variance. Every other pointwise function is integrated
+    numerically; the error grows with the variance (table in `docs/maths.md`). Where the variance is 0 the result is
+    exactly f(mean).
+
+    Args:
+        activation: a name such as ``"relu"``, an `nn.Module` or a pointwise function.
+        mean: any shape; (…, O, H, W) where the activation has parameters per channel.
+        variance: of the same shape, not negative.
+
+    Example:
+        >>> expected_activation("relu", torch.tensor([0.0, 0.0, -3.0]), torch.tensor([0.0, 1.0, 4.0]))
+        tensor([0.0000, 0.3989, 0.0586])
+    """
+    for name, value in (("mean", mean), ("variance", variance)):
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            raise TypeError(f"{name} must be a floating-point tensor, got {describe(value)}")
+    if mean.shape != variance.shape or mean.device != variance.device or mean.dtype != variance.dtype:
+        raise ValueError(f"variance must match mean, {describe(mean)}, got {describe(variance)}")
+    if readable(variance) and not (variance >= 0).all():
+        bad = variance[~(variance >= 0)]
+        raise ValueError(f"variance must be at least 0 everywhere, got {bad[0].item()}")
+    return expectation(activation, mean, variance)
+
+
+def expected_conv2d(
+    p: MFA,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Pair = 1,
+    padding: Padding = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+    padding_mode: PaddingMode = "zeros",
+    *,
+    activation: Activation = "relu",
+) -> Tensor:
+    """The expected activation of a convolution over everything the missing pixels may be.
+
+    ``Σ_k π_k E[f(N(m_k, σ_k²))]`` with the moments of `conv2d_moments`. A window without a missing pixel gives what
+    the plain convolution and activation give, bit for bit.
+
+    Returns:
+        (B, O, H', W').
+
+    Example:
+        >>> x = torch.rand(2, 3, 8, 8)
+        >>> weight = torch.randn(4, 3, 3, 3)
+        >>> bool((expected_conv2d(MFA.point(x), weight) == torch.relu(torch.conv2d(x, weight))).all())
+        True
+    """
+    mean, variance = _moments(p, weight, bias, stride, padding, dilation, groups, padding_mode)
+    return mix_expectations(p, activation, mean, variance)
+
+
+def mix_expectations(p: MFA, activation: Activation, mean: Tensor, variance: Tensor) -> Tensor:
+    """Expected activations of the components (B, K, O, H', W'), averaged with the weights of `p`: (B, O, H', W')."""
+    expected = expectation(activation, mean, variance)
+    first = mean.select(-4, 0)
+    if p.logits.shape[-1] == 1:
+        return expected.select(-4, 0)
+    mixed = (p.weights[..., None, None, None] * expected).sum(-4).to(mean.dtype)
+    # Where all components agree the weights must not even round.
+    open_ = ((variance > 0) | (mean != first.unsqueeze(-4))).any(-4)
+    return torch.where(open_, mixed, expectation(activation, first.contiguous(), torch.zeros_like(first)))
+
+
+def batch_norm_moments(
+    mean: Tensor,
+    variance: Tensor,
+    weights: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """Batch normalization of random responses, as moments: the arguments of `torch.nn.functional.batch_norm`.
+
+    In evaluation an affine map of mean and variance. In training the statistics of the batch are those of everything
+    the images may be: the mean of the means, and by the law of total variance the mean of the variances plus the
+    variance of the means, all weighted over components. Running statistics are updated in place.
+
+    Args:
+        mean, variance: (B, K, O, H', W').
+        weights: (B, K), the probabilities of the components.
+
+    Example:
+        >>> mean, variance = torch.randn(4, 2, 8, 5, 5), torch.rand(4, 2, 8, 5, 5)
+        >>> m, v = batch_norm_moments(mean, variance, torch.full((4, 2), 0.5), None, None, training=True)
+        >>> total = (0.5 * (v + m.square())).sum(1).mean((0, 2, 3))  # E[y²] of each of the 8 channels
+        >>> torch.allclose(total, torch.ones(8), atol=1e-3)
+        True
+    """
+    if not training and running_mean is not None and running_var is not None:
+        flat = mean.flatten(0, -4)  # (B·K, O, H', W')
+        normed = F.batch_norm(flat, running_mean, running_var, weight, bias, False, 0.0, eps).view(mean.shape)
+        scale = torch.rsqrt(running_var + eps) * (1 if weight is None else weight)
+        return normed, variance * scale.to(variance.dtype).square().view(-1, 1, 1)
+    wide = mean.to(variance.dtype)
+    share = weights.to(wide.dtype)[..., None, None, None]  # (B, K, 1, 1, 1)
+    count = mean.shape[0] * mean.shape[-2] * mean.shape[-1]
+    if count == 1:
+        raise ValueError(
+            "training needs more than one value per channel to normalize over, "
+            f"got one image with a response of 1×1, mean of shape {tuple(mean.shape)}"
+        )
+    center = (share * wide).sum((0, 1, 3, 4)) / count
+    deviation = wide - center.view(-1, 1, 1)
+    total = (share * (variance + deviation.square())).sum((0, 1, 3, 4)) / count
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            running_mean.lerp_(center.to(running_mean.dtype), momentum)
+            running_var.lerp_((total * (count / (count - 1))).to(running_var.dtype), momentum)
+    scale = torch.rsqrt(total + eps) * (1 if weight is None else weight)
+    normed = deviation * scale.view(-1, 1, 1)
+    if bias is not None:
+        normed = normed + bias.view(-1, 1, 1)
+    return normed.to(mean.dtype), variance * scale.square().view(-1, 1, 1)
+
+
+def partial_conv2d(
+    x: Tensor,
+    observed: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Pair = 1,
+    padding: Padding = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+    *,
+    return_observed: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Partial convolution (Liu et al. 2018): missing pixels are left out and the rest is scaled up to make up for them.
+
+    ``Wᵀ(x ⊙ o) · sum(1)/sum(o) + b`` where a window holds at least one observed pixel, and 0 where it holds none.
+    `sum(1)` is the size of the whole window; as in the paper, pixels outside the image count as missing.
+
+    Args:
+        x: (B, C, H, W); values that are not observed are never read.
+        observed: bool (B, 1, H, W) or (B, C, H, W).
+        weight, bias, stride, padding, dilation, groups: as in `torch.nn.functional.conv2d`.
+        return_observed: also return where the result rests on at least one observed pixel, bool (B, 1, H', W'), or
+            (B, O, H', W') where groups see different pixels.
+
+    Example:
+        >>> x, weight = torch.ones(1, 1, 3, 3), torch.ones(1, 1, 3, 3)
+        >>> observed = torch.eye(3, dtype=torch.bool).view(1, 1, 3, 3)
+        >>> partial_conv2d(x, observed, weight).item()  # three of nine pixels were seen, each counts three times
+        9.0
+    """
+    check_images("x", x)
+    _check_weight(weight, bias, x.shape[1], groups, x)
+    observed = check_observed("observed", observed, x)
+    check_seen_finite("x", x, observed)
+    response = F.conv2d(x.where(observed, 0), weight, None, stride, padding, dilation, groups)
+
+    # Seen pixels of every window, in float32 because half precision cannot count; once for all channels and groups
+    # where they see the same.
+    shared = observed.shape[1] == 1
+    each = 1 if shared else groups
+    ones = torch.ones(each, observed.shape[1] // each, *weight.shape[2:], dtype=torch.float32, device=x.device)
+    with torch.autocast(x.device.type, enabled=False):
+        seen = F.conv2d(observed.to(torch.float32), ones, None, stride, padding, dilation, each)
+    some = seen > 0.5
+    seen = seen.to(torch.promote_types(response.dtype, torch.float32)).clamp_min(1)
+    ratio = torch.where(some, ones[0].numel() / seen, 0).to(response.dtype)
+    if each > 1:
+        ratio, some = (t.repeat_interleave(weight.shape[0] // groups, 1) for t in (ratio, some))
+    result = response * ratio
+    if bias is not None:
+        result = result + bias.to(result.dtype).view(-1, 1, 1) * some
+    return (result, some) if return_observed else result
+
+
+# Inside ----------------------------------------------------------------------------------------------------------
+
+
+def _moments(
+    p: MFA,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Pair,
+    padding: Padding,
+    dilation: Pair,
+    groups: int,
+    padding_mode: PaddingMode,
+) -> tuple[Tensor, Tensor]:
+    """`conv2d_moments`, with the mean in the type a plain convolution would return (autocast may say which)."""
+    if not isinstance(p, MFA):
+        raise TypeError(f"p must be a misconv.MFA (misconv.MFA.point(x) for complete images), got {describe(p)}")
+    _check_weight(weight, bias, p.shape[-3], groups, p.means)
+    _check_padding(padding, padding_mode)
+
+    def convolve(images: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Any leading dimensions, (…, C, H, W) → (…, O, H', W')."""
+        flat = images.reshape(-1, *images.shape[-3:])
+        if padding_mode == "zeros":
+            flat = F.conv2d(flat, weight, bias, stride, padding, dilation, groups)
+        else:
+            flat = F.pad(flat, _margins(weight, padding, dilation), padding_mode)
+            flat = F.conv2d(flat, weight, bias, stride, 0, dilation, groups)
+        return flat.reshape(*images.shape[:-3], *flat.shape[-3:])
+
+    means, factors, noise = p.pinned()
+    # The first component exactly as a plain convolution sees it, the others by their difference from it: that is zero
+    # at observed pixels, so that all components agree to the bit where a window misses nothing.
+    mean = convolve(means.narrow(-4, 0, 1), weight, bias)
+    if means.shape[-4] > 1:
+        others = convolve(means.narrow(-4, 1, means.shape[-4] - 1) - means.narrow(-4, 0, 1), weight)
+        mean = torch.cat([mean, mean + others], -4)  # (B, K, O, H', W')
+
+    compute = torch.promote_types(mean.dtype, torch.float32)
+    with torch.autocast(p.device.type, enabled=False):
+        # Squared weights leave the range of half precision.
+        squares = weight.to(compute).square()
+        variance = convolve(noise.to(compute), squares)
+        if padding_mode != "zeros":
+            variance = variance + _repeated_noise(
+                noise.to(compute), weight.to(compute), stride, padding, dilation, groups, padding_mode
+            )
+    if factors.shape[-4] > 0:
+        variance = variance + convolve(factors, weight).to(compute).square().sum(-4)
+    # A fast convolution algorithm may leave -1e-20 where the truth is 0.
+    return mean, variance.clamp_min(0)
+
+
+def _repeated_noise(
+    noise: Tensor, weight: Tensor, stride: Pair, padding: Padding, dilation: Pair, groups: int, mode: str
+) -> Tensor:
+    """What `M² d` lacks where padding repeats pixels: ``2 Σ_{s<t} w_s w_t d`` over taps s, t that read the same pixel.
+
+    A pixel that stands under the taps s and t adds d(w_s + w_t)², of which the convolution with squared weights
+    counts d(w_s² + w_t²).
+    """
+    *lead, channels, height, width = noise.shape
+    out = weight.shape[0]
+    repeats = _repeats(
+        height,
+        width,
+        tuple(weight.shape[2:]),
+        _pair(stride),
+        _margins(weight, padding, dilation),
+        _pair(dilation),
+        mode,
+    )
+    (rows, columns), windows, first, second, source, same = repeats
+    result = noise.new_zeros(*lead, out, rows * columns)
+    if len(windows) > 0:
+        windows, first, second, source, same = (t.to(noise.device) for t in (windows, first, second, source, same))
+        flat = weight.flatten(2)  # (O, C/groups, T)
+        products = 2 * flat[:, :, first] * flat[:, :, second]  # (O, C/groups, pairs)
+        touched = noise.flatten(-2)[..., source] * same  # (…, C, pairs, windows)
+        touched = touched.reshape(-1, channels * len(first), len(windows))
+        extra = F.conv1d(touched, products.reshape(out, -1, 1), groups=groups)
+        result = result.index_copy(-1, windows, extra.view(*lead, out, len(windows)))
+    return result.view(*lead, out, rows, columns)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch does not say
+def _repeats(
+    height: int,
+    width: int,
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    margins: tuple[int, int, int, int],
+    dilation: tuple[int, int],
+    mode: str,
+) -> tuple[tuple[int, int], Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Which taps of which windows read the same pixel; a matter of sizes alone.
+
+    Returns:
+        The size of the output; the windows with a repeated pixel; the pairs of taps (first, second) that can meet; the
+        pixel under the first of each pair in each window (pairs, windows), and whether the second reads the same one.
+    """
+    index = torch.arange(height * width, dtype=torch.float64).view(1, 1, height, width)
+    padded = F.pad(index, margins, mode)
+    taps = F.unfold(padded, kernel, dilation, 0, stride)[0].long()  # (T, windows)
+    spans = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    rows, columns = ((n - span - 1) // s + 1 for n, span, s in zip(padded.shape[2:], spans, stride, strict=True))
+    first, second = torch.combinations(torch.arange(len(taps)), 2).unbind(1)
+    same = taps[first] == taps[second]  # (pairs, windows)
+    pairs, windows = same.any(1).nonzero().squeeze(1), same.any(0).nonzero().squeeze(1)
+    first, second = first[pairs], second[pairs]
+    return (rows, columns), windows, first, second, taps[first][:, windows], same[pairs][:, windows]
+
+
+def _margins(weight: Tensor, padding: Padding, dilation: Pair) -> tuple[int, int, int, int]:
+    """Padding as `F.pad` wants it: left, right, top, bottom."""
+    if padding == "valid":
+        return 0, 0, 0, 0
+    if padding == "same":
+        (dy, dx), (kh, kw) = _pair(dilation), weight.shape[2:]
+        across, down = dx * (kw - 1), dy * (kh - 1)
+        return across // 2, across - across // 2, down // 2, down - down // 2
+    assert not isinstance(padding, str)
+    top, left = _pair(padding)
+    return left, left, top, top
+
+
+def _pair(value: Pair) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
+
+
+def _check_weight(weight: Tensor, bias: Tensor | None, channels: int, groups: int, images: Tensor) -> None:
+    if not isinstance(weight, Tensor) or weight.dim() != 4 or not weight.is_floating_point():
+        raise TypeError(f"weight must be a floating-point tensor (O, C/groups, kh, kw), got {describe(weight)}")
+    if not isinstance(groups, int) or groups < 1 or weight.shape[0] % groups:
+        raise ValueError(f"groups must be a positive divisor of the {weight.shape[0]} output channels, got {groups!r}")
+    if weight.shape[1] * groups != channels:
+        raise ValueError(
+            f"weight must have C/groups = {channels}/{groups} input channels to fit images of {channels} channels, "
+            f"got {describe(weight)}"
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"bias must have shape ({weight.shape[0]},), one per output channel, got {describe(bias)}")
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is None:
+            continue
+        if value.device != images.device:
+            raise ValueError(f"{name} must be on the device of the images, {images.device}, got {describe(value)}")
+        if value.dtype != images.dtype and not torch.is_autocast_enabled(images.device.type):
+            raise ValueError(f"{name} must have the dtype of the images, {images.dtype}, got {describe(value)}")
+
+
+def _check_padding(padding: Padding, padding_mode: str) -> None:
+    if isinstance(padding, str) and padding not in ("same", "valid"):
+        raise ValueError(f"padding must be a number, a pair, 'same' or 'valid', got {padding!r}")
+    if padding_mode not in ("zeros", "reflect", "replicate", "circular"):
+        raise ValueError(f"padding_mode must be zeros, reflect, replicate or circular, got {padding_mode!r}")

@@ -1,0 +1,363 @@
+"""Which pixels were seen: reading holes from data, and making holes for experiments.
+
+`observed` is a bool tensor, **True where the pixel was seen**, of shape (B, 1, H, W) or (B, C, H, W).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from misconv._checks import check_fraction, check_images, check_seen_finite, check_size, describe
+
+__all__ = ["channels", "free_form", "hide", "noise", "observe", "square", "stripes", "trapezoid"]
+
+
+def observe(x: Tensor, nodata: float | None = None) -> tuple[Tensor, Tensor]:
+    """Split coded images into finite values and the pixels that were seen.
+
+    NaN always means missing; so does every value equal to `nodata`, where one is given. Missing pixels come back as
+    zero. This is the door through which data enters, so values are checked here on every device: a pixel that is
+    infinite yet not declared missing is an error.
+
+    Args:
+        x: floating-point images (B, C, H, W).
+        nodata: the number that stands for "no reading", for example -9999 or ``float("-inf")``.
+
+    Returns:
+        The images with missing pixels set to 0, and `observed`, both (B, C, H, W).
+
+    Example:
+        >>> x = torch.tensor([[[[0.5, float("nan")], [-9999.0, 2.0]]]])
+        >>> x, observed = observe(x, nodata=-9999)
+        >>> observed.tolist()
+        [[[[True, False], [False, True]]]]
+        >>> x.tolist()
+        [[[[0.5, 0.0], [0.0, 2.0]]]]
+    """
+    check_images("x", x)
+    if nodata is not None and (isinstance(nodata, bool) or not isinstance(nodata, int | float)):
+        raise TypeError(f"nodata must be a number or None, got {describe(nodata)}")
+    observed = ~x.isnan()
+    if nodata is not None:
+        observed = observed & (x != nodata)
+    check_seen_finite("x", x, observed, check=True)
+    return x.where(observed, 0), observed
+
+
+def square(
+    batch: int,
+    height: int,
+    width: int,
+    *,
+    fraction: float = 1 / 4,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Hide one square per image, its place drawn uniformly.
+
+    The square is the one whose area comes nearest to ``fraction * height * width``: exact where that is a square
+    number (1/4 of 28×28 is 14×14), otherwise off by at most half the difference to the next square number. In an image
+    too flat for such a square, the whole short side is hidden over the nearest length of the long one. Never is all
+    of an image hidden that has more than one pixel.
+
+    Returns:
+        `observed` (B, 1, H, W), False inside the square.
+
+    Example:
+        >>> observed = square(8, 64, 64, fraction=1 / 4, generator=torch.Generator().manual_seed(0))
+        >>> (~observed).sum((1, 2, 3)).tolist()
+        [1024, 1024, 1024, 1024, 1024, 1024, 1024, 1024]
+    """
+    hidden = _hidden_count(batch, height, width, fraction)
+    # The nearest square number: s² or (s + 1)², whichever is closer.
+    side = math.isqrt(hidden)
+    side += hidden - side**2 > (side + 1) ** 2 - hidden
+    side -= side**2 == height * width > 1  # something stays to be seen
+    small, large = min(height, width), max(height, width)
+    short, long = (side, side) if side <= small else (small, _between(round(hidden / small), large))
+    tall, wide = (long, short) if height > width else (short, long)
+    draw = _Draw(generator, device)
+    top = draw.integers(batch, height - tall + 1)
+    left = draw.integers(batch, width - wide + 1)
+    rows, columns = draw.grid(height, width)
+    inside = (rows >= top) & (rows < top + tall) & (columns >= left) & (columns < left + wide)
+    return draw.finish(~inside)
+
+
+def trapezoid(
+    batch: int,
+    height: int,
+    width: int,
+    *,
+    fraction: float = 1 / 2,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Hide one trapezoid per image that spans it from edge to opposite edge, with random slopes and place.
+
+    Exactly ``round(fraction * height * width)`` pixels of every image are hidden. The two parallel sides lie on the
+    top and bottom edges or, for every second image on average, on the left and right ones.
+
+    Returns:
+        `observed` (B, 1, H, W), False inside the trapezoid.
+
+    Example:
+        >>> observed = trapezoid(4, 28, 28, fraction=1 / 2, generator=torch.Generator().manual_seed(0))
+        >>> (~observed).sum((1, 2, 3)).tolist()
+        [392, 392, 392, 392]
+    """
+    hidden = _hidden_count(batch, height, width, fraction)
+    draw = _Draw(generator, device)
+    upright = _trapezoid_rows(draw, batch, height, width, hidden)
+    lying = _trapezoid_rows(draw, batch, width, height, hidden).transpose(-1, -2)
+    inside = torch.where(draw.uniform(batch) < 0.5, upright, lying)
+    return draw.finish(~inside)
+
+
+def _trapezoid_rows(draw: _Draw, batch: int, rows: int, columns: int, hidden: int) -> Tensor:
+    """True inside a trapezoid of exactly `hidden` pixels with its parallel sides on the first and the last row."""
+    share = hidden / (rows * columns)
+    slope = (2 * draw.uniform(batch) - 1) * min(share, 1 - share)
+    steps = torch.arange(rows, device=draw.device, dtype=torch.float64).view(1, 1, rows, 1)
+    along = (2 * steps + 1) / rows - 1  # -1 … 1, symmetric, so that the slope changes no area
+    # Rounding the running sum, not the rows, keeps the area exact.
+    edges = (columns * (share + slope * along)).cumsum(2).round()
+    edges[:, :, -1] = hidden
+    widths = edges.diff(dim=2, prepend=torch.zeros_like(edges[:, :, :1]))
+    first, last = draw.uniform(batch), draw.uniform(batch)
+    left = (first + (last - first) * (along + 1) / 2) * (columns - widths)
+    left = left.round()
+    places = torch.arange(columns, device=draw.device, dtype=torch.float64).view(1, 1, 1, columns)
+    return (places >= left) & (places < left + widths)
+
+
+def noise(
+    batch: int,
+    height: int,
+    width: int,
+    *,
+    fraction: float = 3 / 4,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Hide single pixels at random places, exactly ``round(fraction * height * width)`` of every image.
+
+    Returns:
+        `observed` (B, 1, H, W).
+
+    Example:
+        >>> observed = noise(2, 28, 28, fraction=3 / 4, generator=torch.Generator().manual_seed(0))
+        >>> (~observed).sum((1, 2, 3)).tolist()
+        [588, 588]
+    """
+    hidden = _hidden_count(batch, height, width, fraction)
+    draw = _Draw(generator, device)
+    return draw.finish(~_lowest(draw.uniform(batch, height, width), hidden))
+
+
+def free_form(
+    batch: int,
+    height: int,
+    width: int,
+    *,
+    fraction: float = 1 / 4,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+    strokes: int = 2,
+    turns: int = 5,
+) -> Tensor:
+    """Hide what lies under strokes of a brush: scratches, hair, cracks, writing.
+
+    Every stroke is a random line of `turns` straight pieces. The brush is as wide as it must be to hide exactly
+    ``round(fraction * height * width)`` pixels of every image.
+
+    Returns:
+        `observed` (B, 1, H, W).
+
+    Example:
+        >>> observed = free_form(2, 64, 48, fraction=1 / 4, generator=torch.Generator().manual_seed(0))
+        >>> (~observed).sum((1, 2, 3)).tolist()
+        [768, 768]
+    """
+    hidden = _hidden_count(batch, height, width, fraction)
+    check_size("strokes", strokes)
+    check_size("turns", turns)
+    draw = _Draw(generator, device)
+    rows, columns = draw.grid(height, width)
+    distance = torch.full((batch, 1, height, width), math.inf, device=draw.device, dtype=torch.float64)
+    reach = 0.4 * math.hypot(height, width)
+    for _ in range(strokes):
+        y, x = height * draw.uniform(batch), width * draw.uniform(batch)
+        angle = 2 * math.pi * draw.uniform(batch)
+        for _ in range(turns):
+            angle = angle + (draw.uniform(batch) - 0.5) * math.pi
+            length = reach * (0.2 + 0.8 * draw.uniform(batch))
+            dy, dx = length * angle.sin(), length * angle.cos()
+            # The nearest point of the piece from (y, x) to (y + dy, x + dx).
+            t = (((rows - y) * dy + (columns - x) * dx) / length**2).clamp(0, 1)
+            distance = distance.minimum((rows - y - t * dy) ** 2 + (columns - x - t * dx) ** 2)
+            # A stroke that leaves the image comes back at the edge.
+            y, x = (y + dy).clamp(0, height), (x + dx).clamp(0, width)
+    return draw.finish(~_lowest(distance, hidden))
+
+
+def stripes(
+    batch: int,
+    height: int,
+    width: int,
+    *,
+    fraction: float = 1 / 4,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+    bands: int = 4,
+) -> Tensor:
+    """Hide whole rows in evenly spaced bands, as a line scanner or a scan with missing slices does.
+
+    Exactly ``round(fraction * height)`` rows are hidden, at least one and never all of several, so the fraction is
+    exact where it is a whole number of rows. The bands are shifted at random. For columns, transpose the result of
+    ``stripes(batch, width, height)``.
+
+    Returns:
+        `observed` (B, 1, H, W).
+
+    Example:
+        >>> observed = stripes(1, 8, 3, fraction=1 / 4, bands=2, generator=torch.Generator().manual_seed(0))
+        >>> observed[0, 0, :, 0].int().tolist()
+        [0, 1, 1, 1, 0, 1, 1, 1]
+    """
+    _hidden_count(batch, height, width, fraction)
+    check_size("bands", bands)
+    hidden = _between(round(fraction * height), height)
+    bands = min(bands, hidden)
+    draw = _Draw(generator, device)
+    # Bresenham's rule, twice: `hidden` rows shared out over the bands, the bands spread over the image.
+    ends = torch.arange(bands + 1, device=draw.device)
+    starts, counts = ends[:-1] * height // bands, (ends * hidden // bands).diff()
+    row = torch.arange(height, device=draw.device)
+    band = torch.searchsorted(starts, row, right=True) - 1
+    pattern = row - starts[band] < counts[band]
+    shift = draw.integers(batch, height).view(batch, 1)
+    shifted = pattern[(row + shift) % height]  # (B, H)
+    return draw.finish(~shifted.view(batch, 1, height, 1).expand(batch, 1, height, width))
+
+
+def channels(
+    batch: int,
+    height: int,
+    width: int,
+    *,
+    fraction: float = 1 / 3,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+    channels: int = 3,
+) -> Tensor:
+    """Hide whole channels: a missing spectral band, a modality that was not recorded.
+
+    Exactly ``round(fraction * channels)`` channels of every image are hidden, at least one and never all of several,
+    so the fraction is exact where it is a whole number of channels.
+
+    Returns:
+        `observed` (B, channels, H, W).
+
+    Example:
+        >>> observed = channels(2, 4, 4, channels=4, fraction=1 / 2, generator=torch.Generator().manual_seed(0))
+        >>> observed[:, :, 0, 0].int().tolist()
+        [[1, 0, 0, 1], [1, 1, 0, 0]]
+    """
+    _hidden_count(batch, height, width, fraction)
+    check_size("channels", channels)
+    draw = _Draw(generator, device)
+    hidden = _between(round(fraction * channels), channels)
+    gone = _lowest(draw.uniform(batch, 1, channels), hidden).view(batch, channels, 1, 1)
+    return draw.finish(~gone.expand(batch, channels, height, width))
+
+
+def hide(
+    observed: Tensor,
+    shape: Callable[..., Tensor] = square,
+    *,
+    fraction: float = 1 / 4,
+    generator: torch.Generator | None = None,
+    **options: int,
+) -> Tensor:
+    """Hide more of what is seen: ``observed`` and not under a freshly drawn region.
+
+    The region covers `fraction` of the whole image, wherever it falls, so a part of it may have been missing already.
+
+    Args:
+        observed: bool (B, 1, H, W) or (B, C, H, W).
+        shape: a generator of this module, or any function with the same arguments.
+        fraction: of the image's area, strictly between 0 and 1.
+        generator: source of randomness; may live on another device than `observed`.
+        options: further arguments of `shape`, for example ``strokes=3``.
+
+    Example:
+        >>> seen = torch.ones(2, 1, 28, 28, dtype=torch.bool)
+        >>> less = hide(seen, square, fraction=1 / 4, generator=torch.Generator().manual_seed(0))
+        >>> (seen & ~less).sum().item()
+        392
+    """
+    if not isinstance(observed, Tensor) or observed.dtype != torch.bool or observed.dim() != 4:
+        raise TypeError(f"observed must be a bool tensor (B, 1 or C, H, W), got {describe(observed)}")
+    if not callable(shape):
+        raise TypeError(f"shape must be a generator such as misconv.missing.square, got {describe(shape)}")
+    batch, _, height, width = observed.shape
+    still = shape(batch, height, width, fraction=fraction, generator=generator, device=observed.device, **options)
+    return observed & still
+
+
+class _Draw:
+    """Random numbers where the generator lives; results where they are wanted.
+
+    So one CPU generator gives the same regions on every device.
+    """
+
+    def __init__(self, generator: torch.Generator | None, device: torch.device | str | None) -> None:
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator must be a torch.Generator or None, got {describe(generator)}")
+        self.generator = generator
+        self.device = torch.device(device or torch.get_default_device()) if generator is None else generator.device
+        self.wanted = self.device if device is None else torch.device(device)
+
+    def uniform(self, batch: int, *shape: int) -> Tensor:
+        """Uniform numbers in [0, 1), (B, 1, H, W) with ones for what `shape` leaves out."""
+        size = (batch, 1, *shape) if shape else (batch, 1, 1, 1)
+        return torch.rand(size, generator=self.generator, device=self.device, dtype=torch.float64)
+
+    def integers(self, batch: int, high: int) -> Tensor:
+        """Uniform integers in [0, high), (B, 1, 1, 1)."""
+        return torch.randint(high, (batch, 1, 1, 1), generator=self.generator, device=self.device)
+
+    def grid(self, height: int, width: int) -> tuple[Tensor, Tensor]:
+        """Row numbers (1, 1, H, 1) and column numbers (1, 1, 1, W)."""
+        rows = torch.arange(height, device=self.device).view(1, 1, height, 1)
+        return rows, torch.arange(width, device=self.device).view(1, 1, 1, width)
+
+    def finish(self, observed: Tensor) -> Tensor:
+        """The result, where it is wanted."""
+        return observed.contiguous().to(self.wanted)
+
+
+def _hidden_count(batch: int, height: int, width: int, fraction: float) -> int:
+    """Check the arguments every generator shares; how many pixels of an image are to be hidden."""
+    check_size("batch", batch)
+    check_size("height", height)
+    check_size("width", width)
+    check_fraction(fraction)
+    return _between(round(fraction * height * width), height * width)
+
+
+def _between(count: int, total: int) -> int:
+    """At least one and, where there are several, never all of them."""
+    return min(max(count, 1), max(total - 1, 1))
+
+
+def _lowest(score: Tensor, count: int) -> Tensor:
+    """True at the `count` smallest scores of every image."""
+    flat = score.flatten(1)
+    places = flat.topk(count, dim=1, largest=False).indices
+    return torch.zeros_like(flat, dtype=torch.bool).scatter_(1, places, True).view(score.shape)

@@ -1,0 +1,49 @@
+"""Device and type come from the command line: `pytest --device cuda --dtype float32`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import hypothesis
+import pytest
+import torch
+
+# One process a core (pytest-xdist); threads of torch on top of that would only get in each other's way.
+torch.set_num_threads(1)
+
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=500)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where tensors live: cpu, cuda, cuda:1, …")
+    parser.addoption("--dtype", default="float64", help="float64 or float32")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Tensors made without a device or a type follow the command line, in tests and in doctests.
+    torch.set_default_device(config.getoption("--device"))
+
+
+@pytest.fixture(autouse=True)
+def _defaults(request: pytest.FixtureRequest) -> None:
+    doctest = isinstance(request.node, pytest.DoctestItem)
+    torch.set_default_dtype(torch.float32 if doctest else getattr(torch, request.config.getoption("--dtype")))
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    chosen = getattr(torch, request.config.getoption("--dtype"))
+    assert isinstance(chosen, torch.dtype)
+    return chosen
+
+
+@pytest.fixture
+def compiler(request: pytest.FixtureRequest) -> None:
+    """Inductor writes C++ for the CPU; a machine that has only Python, git and make cannot compile that."""
+    if request.getfixturevalue("backend") == "inductor" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        pytest.skip("torch.compile's inductor needs a C++ compiler")
+    torch.compiler.reset()

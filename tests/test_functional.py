@@ -1,0 +1,315 @@
+"""Moments and expectations of convolutions against the full covariance matrix, quadrature and Monte Carlo."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from torch import Tensor, nn
+
+from misconv import MFA
+from misconv.functional import batch_norm_moments, conv2d_moments, expected_conv2d, partial_conv2d
+from tests.reference import dense_moments, integrate, random_mfa, tolerance
+from tests.strategies import Case, cases
+
+# torch warns of the copy it makes for "same" padding with an even kernel.
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
+
+
+def close(actual: Tensor, expected: Tensor, kind: str = "exact") -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance(kind), atol=tolerance(kind))
+
+
+@given(cases())
+@settings(max_examples=150)
+def test_moments_equal_the_dense_oracle(case: Case) -> None:
+    mean, variance = conv2d_moments(case.p, **case.arguments())
+    dense_mean, dense_variance = dense_moments(case.p, case.conv)
+    close(mean, dense_mean)
+    close(variance, dense_variance)
+
+
+@given(cases(modes=("reflect", "replicate", "circular")))
+@settings(max_examples=150)
+def test_repeated_pixels_of_other_padding_modes_are_exact(case: Case) -> None:
+    mean, variance = conv2d_moments(case.p, **case.arguments())
+    dense_mean, dense_variance = dense_moments(case.p, case.conv)
+    close(mean, dense_mean)
+    close(variance, dense_variance)
+
+
+@given(cases())
+@settings(max_examples=40)
+def test_expected_convolution_equals_quadrature(case: Case) -> None:
+    mean, variance = dense_moments(case.p, case.conv)
+    # Rounding may leave a variance of -1e-17 in the dense oracle.
+    expected = integrate(torch.relu, mean, variance.clamp_min(0), kinks=(0,)).to(mean.dtype)
+    expected = torch.einsum("bk,bkohw->bohw", case.p.weights, expected)
+    close(expected_conv2d(case.p, **case.arguments()), expected, "closed")
+
+
+def test_expected_convolution_equals_monte_carlo() -> None:
+    observed = torch.rand(2, 1, 6, 6) < 0.5
+    p, conv = random_mfa(2, 3, 2, (2, 6, 6), observed), nn.Conv2d(2, 4, 3, padding=1)
+    exact = expected_conv2d(p, conv.weight, conv.bias, padding=1, activation="relu")
+    count, total, squares = 100_000, torch.zeros_like(exact), torch.zeros_like(exact)
+    for _ in range(10):
+        values = torch.relu(conv(p.sample(count // 10).flatten(0, 1))).view(-1, *exact.shape).detach()
+        total, squares = total + values.sum(0), squares + values.square().sum(0)
+    mean = total / count
+    error = (squares / count - mean.square()).clamp_min(0).sqrt() / math.sqrt(count)
+    assert ((mean - exact).abs() <= 5 * error + tolerance("closed")).all()
+
+
+@given(cases(modes=("zeros", "reflect", "circular")))
+@settings(max_examples=60)
+def test_complete_images_pass_bit_for_bit(case: Case) -> None:
+    """Also as a mixture of several components that agree on all pixels."""
+    x = case.p.means[:, 0]
+    observed = torch.ones_like(x[:, :1], dtype=torch.bool)
+    for p in (MFA.point(x), case.p.fix(x, observed)):
+        for activation, function in (("relu", torch.relu), ("gelu", F.gelu), ("silu", F.silu)):
+            expected = function(case.conv(x))
+            assert torch.equal(expected_conv2d(p, **case.arguments(), activation=activation), expected)
+
+
+def test_windows_that_see_everything_are_untouched_by_holes_elsewhere() -> None:
+    p = random_mfa(1, 2, 3, (1, 9, 9), torch.ones(1, 1, 9, 9, dtype=torch.bool).index_fill(3, torch.tensor([4]), False))
+    conv = nn.Conv2d(1, 4, 3, bias=True)
+    result = expected_conv2d(p, conv.weight, conv.bias)
+    plain = torch.relu(conv(p.mean))
+    untouched = [0, 1, 5, 6]  # output columns whose window misses column 4
+    close(result[..., untouched], plain[..., untouched])
+    assert (conv2d_moments(p, conv.weight)[1][..., untouched] == 0).all()
+    assert ((result - plain).abs()[..., 2:5] > 1e-3).any(1).all()
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect"])
+@pytest.mark.parametrize("components", [1, 2])
+def test_gradients(mode: str, components: int) -> None:
+    if torch.get_default_dtype() != torch.float64:
+        pytest.skip("gradcheck needs float64")
+    observed = torch.rand(2, 1, 4, 4) < 0.4
+    p = random_mfa(2, components, 2, (2, 4, 4), observed)
+    weight, bias = torch.randn(2, 2, 3, 3), torch.randn(2)
+
+    def run(weight: Tensor, bias: Tensor, *parameters: Tensor) -> Tensor:
+        q = MFA(*parameters, observed, check=False)
+        return expected_conv2d(q, weight, bias, padding=1, padding_mode=mode)
+
+    inputs = [t.clone().requires_grad_() for t in (weight, bias, p.logits, p.means, p.factors, p.noise)]
+    assert torch.autograd.gradcheck(run, inputs)
+
+
+def test_gradient_reaches_the_weight_through_every_part() -> None:
+    """Squared weights wrapped into a new Parameter would cut it."""
+    p = random_mfa(1, 1, 0, (1, 5, 5))
+    weight = torch.randn(2, 1, 3, 3, requires_grad=True)
+    conv2d_moments(p, weight)[1].sum().backward()
+    under_each_tap = F.unfold(p.noise[:, 0], 3).sum((0, 2)).view(1, 1, 3, 3)
+    assert weight.grad is not None
+    close(weight.grad, 2 * weight.detach() * under_each_tap)
+
+
+@pytest.mark.parametrize("type_", [torch.bfloat16, torch.float16])
+def test_autocast(type_: torch.dtype) -> None:
+    device = torch.get_default_device().type
+    observed = torch.rand(2, 1, 8, 8) < 0.5
+    p, conv = random_mfa(2, 2, 3, (3, 8, 8), observed).to(torch.float32), nn.Conv2d(3, 8, 3, dtype=torch.float32)
+    with torch.no_grad():
+        conv.weight.mul_(1e-2)  # squared, these leave the range of float16
+    with torch.autocast(device, dtype=type_):
+        inside = expected_conv2d(p, conv.weight, conv.bias)
+        complete = expected_conv2d(MFA.point(p.mean), conv.weight, conv.bias)
+        assert torch.equal(complete, torch.relu(conv(p.mean)))
+        variance = conv2d_moments(p, conv.weight)[1]
+    assert inside.dtype == type_
+    assert variance.dtype == torch.float32
+    torch.testing.assert_close(inside.float(), expected_conv2d(p, conv.weight, conv.bias), rtol=0.02, atol=2e-3)
+    torch.testing.assert_close(variance, conv2d_moments(p, conv.weight)[1], rtol=0.03, atol=1e-8)
+    with torch.autocast(device, dtype=type_):
+        expected_conv2d(p, conv.weight, conv.bias).float().sum().backward()
+    assert conv.weight.grad is not None
+    assert conv.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("type_", [torch.bfloat16, torch.float16])
+def test_half_precision_everywhere(type_: torch.dtype) -> None:
+    p, conv = random_mfa(2, 2, 3, (3, 8, 8)).to(torch.float32), nn.Conv2d(3, 8, 3, dtype=torch.float32)
+    half = expected_conv2d(p.to(type_), conv.weight.to(type_), conv.bias.to(type_))
+    assert half.dtype == type_
+    torch.testing.assert_close(half.float(), expected_conv2d(p, conv.weight, conv.bias), rtol=0.05, atol=0.05)
+
+
+def test_vmap_and_memory_format() -> None:
+    p, weight = random_mfa(3, 2, 2, (2, 5, 5), torch.rand(3, 1, 5, 5) < 0.5), torch.randn(4, 2, 3, 3)
+    close(torch.vmap(lambda p: expected_conv2d(p, weight))(p), expected_conv2d(p, weight))
+    x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    result = expected_conv2d(MFA.point(x), conv.weight, conv.bias)
+    assert torch.equal(result, torch.relu(conv(x)))
+    assert result.is_contiguous(memory_format=torch.channels_last)
+
+
+# Batch normalization ----------------------------------------------------------------------------------------------
+
+
+def test_batch_statistics_equal_monte_carlo() -> None:
+    observed = torch.rand(4, 1, 6, 6) < 0.5
+    p, conv = random_mfa(4, 3, 2, (2, 6, 6), observed), nn.Conv2d(2, 3, 3)
+    mean, variance = conv2d_moments(p, conv.weight, conv.bias)
+    running_mean, running_var = torch.zeros(3), torch.ones(3)
+    batch_norm_moments(mean, variance, p.weights, running_mean, running_var, training=True, momentum=1.0)
+    responses = conv(p.sample(20_000).flatten(0, 1)).detach()  # (S·B, O, H', W')
+    count = 4 * 4 * 4
+    torch.testing.assert_close(running_mean, responses.mean((0, 2, 3)).to(running_mean), rtol=0.01, atol=0.01)
+    unbiased = responses.var((0, 2, 3), correction=0) * count / (count - 1)
+    torch.testing.assert_close(running_var, unbiased.to(running_var), rtol=0.01, atol=0.01)
+
+
+def test_batch_norm_of_complete_images_is_that_of_torch() -> None:
+    mean = torch.randn(4, 1, 3, 5, 5)
+    weight, bias = torch.rand(3) + 0.5, torch.randn(3)
+    ours, theirs = (torch.zeros(3), torch.ones(3)), (torch.zeros(3), torch.ones(3))
+    m, v = batch_norm_moments(mean, torch.zeros_like(mean), torch.ones(4, 1), *ours, weight, bias, training=True)
+    expected = F.batch_norm(mean[:, 0], *theirs, weight, bias, training=True)
+    close(m[:, 0], expected)
+    assert (v == 0).all()
+    for a, b in zip(ours, theirs, strict=True):
+        close(a, b)
+
+
+def test_batch_norm_gradients() -> None:
+    if torch.get_default_dtype() != torch.float64:
+        pytest.skip("gradcheck needs float64")
+    inputs = [
+        torch.randn(2, 2, 2, 3, 3),
+        torch.rand(2, 2, 2, 3, 3),
+        torch.randn(2, 2),
+        torch.rand(2) + 0.5,
+        torch.randn(2),
+    ]
+    for value in inputs:
+        value.requires_grad_()
+
+    def run(mean: Tensor, variance: Tensor, logits: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return batch_norm_moments(mean, variance, logits.softmax(1), None, None, weight, bias, training=True)
+
+    assert torch.autograd.gradcheck(run, inputs)
+
+
+def test_batch_norm_needs_more_than_one_value() -> None:
+    one = torch.zeros(1, 2, 3, 1, 1)
+    with pytest.raises(ValueError, match="training needs more than one value per channel"):
+        batch_norm_moments(one, one, torch.ones(1, 2), None, None, training=True)
+
+
+# Partial convolution ----------------------------------------------------------------------------------------------
+
+
+def obvious_partial_convolution(x: Tensor, observed: Tensor, conv: nn.Conv2d) -> tuple[Tensor, Tensor]:
+    """Window by window, output channel by output channel, in loops."""
+    observed = observed.expand(x.shape)
+    (ph, pw), (sh, sw), (dh, dw), (kh, kw) = conv.padding, conv.stride, conv.dilation, conv.kernel_size
+    assert isinstance(ph, int)
+    assert isinstance(pw, int)
+    filled = F.pad(x.masked_fill(~observed, 0), (pw, pw, ph, ph))
+    seen = F.pad(observed, (pw, pw, ph, ph))
+    height = (filled.shape[2] - dh * (kh - 1) - 1) // sh + 1
+    width = (filled.shape[3] - dw * (kw - 1) - 1) // sw + 1
+    result, some = (
+        torch.zeros(len(x), conv.out_channels, height, width),
+        torch.zeros(len(x), conv.out_channels, height, width, dtype=torch.bool),
+    )
+    per_group_in, per_group_out = conv.in_channels // conv.groups, conv.out_channels // conv.groups
+    for b in range(len(x)):
+        for o in range(conv.out_channels):
+            channels = slice((o // per_group_out) * per_group_in, (o // per_group_out + 1) * per_group_in)
+            for i in range(height):
+                for j in range(width):
+                    rows = slice(i * sh, i * sh + dh * (kh - 1) + 1, dh)
+                    columns = slice(j * sw, j * sw + dw * (kw - 1) + 1, dw)
+                    count = seen[b, channels, rows, columns].sum()
+                    if count > 0:
+                        total = (filled[b, channels, rows, columns] * conv.weight[o]).sum()
+                        result[b, o, i, j] = total * (per_group_in * kh * kw) / count
+                        result[b, o, i, j] += 0 if conv.bias is None else conv.bias[o]
+                        some[b, o, i, j] = True
+    return result, some
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_partial_convolution_equals_the_obvious_one(groups: int, per_channel: bool, bias: bool) -> None:
+    x, observed = torch.randn(2, 4, 7, 6), torch.rand(2, 4 if per_channel else 1, 7, 6) < 0.25
+    conv = nn.Conv2d(4, 6, (3, 2), (2, 1), (2, 1), (1, 2), groups, bias)
+    arguments = (conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups)
+    result, some = partial_conv2d(x, observed, *arguments, return_observed=True)
+    with torch.no_grad():
+        expected, expected_some = obvious_partial_convolution(x, observed, conv)
+    close(result, expected)
+    assert torch.equal(some.expand(expected_some.shape), expected_some)
+    assert some.shape[1] == (6 if per_channel and groups > 1 else 1)
+
+
+def test_partial_convolution_of_a_complete_image_is_the_convolution() -> None:
+    x, conv = torch.randn(2, 3, 6, 6), nn.Conv2d(3, 4, 3)
+    close(partial_conv2d(x, torch.ones(2, 1, 6, 6, dtype=torch.bool), conv.weight, conv.bias), conv(x))
+
+
+def test_partial_convolution_gradients() -> None:
+    if torch.get_default_dtype() != torch.float64:
+        pytest.skip("gradcheck needs float64")
+    observed = torch.rand(1, 2, 4, 4) < 0.4
+    inputs = [torch.randn(1, 2, 4, 4), torch.randn(2, 2, 3, 3), torch.randn(2)]
+    for value in inputs:
+        value.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, w, b: partial_conv2d(x, observed, w, b, padding=1), inputs)
+
+
+# Bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_bad_convolutions() -> None:
+    p, weight = random_mfa(1, 1, 1, (3, 6, 6)), torch.randn(4, 3, 3, 3)
+    with pytest.raises(TypeError, match=r"p must be a misconv.MFA .misconv.MFA.point.x. for complete images., got a"):
+        expected_conv2d(torch.zeros(1, 3, 6, 6), weight)
+    with pytest.raises(
+        ValueError, match=r"weight must have C/groups = 3/1 input channels to fit images of 3 channels, got"
+    ):
+        expected_conv2d(p, weight[:, :2])
+    with pytest.raises(TypeError, match="weight must be a floating-point tensor .O, C/groups, kh, kw., got a int64"):
+        expected_conv2d(p, weight.long())
+    with pytest.raises(ValueError, match=r"bias must have shape \(4,\), one per output channel, got"):
+        expected_conv2d(p, weight, torch.zeros(3))
+    with pytest.raises(ValueError, match="weight must have the dtype of the images"):
+        expected_conv2d(p, weight.to(torch.float16))
+    with pytest.raises(ValueError, match="weight must be on the device of the images"):
+        expected_conv2d(p, weight.to("meta"))
+    with pytest.raises(ValueError, match="groups must be a positive divisor of the 4 output channels, got 3"):
+        expected_conv2d(p, weight, groups=3)
+    with pytest.raises(ValueError, match="padding must be a number, a pair, 'same' or 'valid', got 'full'"):
+        expected_conv2d(p, weight, padding="full")
+    with pytest.raises(ValueError, match="padding_mode must be zeros, reflect, replicate or circular, got 'mirror'"):
+        expected_conv2d(p, weight, padding_mode="mirror")
+
+
+def test_bad_partial_convolutions() -> None:
+    x, weight = torch.randn(1, 3, 6, 6), torch.randn(4, 3, 3, 3)
+    seen = torch.ones(1, 1, 6, 6, dtype=torch.bool)
+    with pytest.raises(
+        TypeError, match="x must be a floating-point image, got a uint8 tensor.*convert it, for example x.float"
+    ):
+        partial_conv2d(x.to(torch.uint8), seen, weight)
+    with pytest.raises(ValueError, match=r"x must have shape \(B, C, H, W\) with no empty dimension, got"):
+        partial_conv2d(x[:0], seen, weight)
+    with pytest.raises(
+        ValueError, match=r"observed must have shape \(1, 1, 6, 6\) or \(1, 3, 6, 6\) to fit the images, got"
+    ):
+        partial_conv2d(x, seen[..., :5], weight)
+    with pytest.raises(ValueError, match="x must be finite wherever it is observed, got nan"):
+        partial_conv2d(x * torch.nan, seen, weight)

@@ -1,0 +1,63 @@
+"""The house stays in order: who may import whom, and what the core needs to be imported at all."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import misconv
+
+SOURCE = Path(misconv.__file__).parent
+# What each module may import, besides the standard library; the arrows of docs/architecture.md.
+MAY_IMPORT = {
+    "_checks": {"torch"},
+    "missing": {"torch", "_checks"},
+    "mfa": {"torch", "_checks"},
+    "_expectations": {"torch", "_checks"},
+    "functional": {"torch", "_checks", "_expectations", "mfa"},
+    "layers": {"torch", "_checks", "_expectations", "functional", "mfa"},
+    "__init__": {"functional", "layers", "mfa", "missing"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Names of the modules a file imports, ours without the package's name."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            module = node.module or ""
+            found |= {f"misconv.{alias.name}" for alias in node.names} if module == "misconv" else {module}
+    ours = {name.split(".")[1] for name in found if name.startswith("misconv.")}
+    return ours | {name.split(".")[0] for name in found if not name.startswith("misconv")}
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.glob("*.py")), ids=lambda path: path.stem)
+def test_arrows_go_one_way(path: Path) -> None:
+    assert path.stem in MAY_IMPORT, "a new room: say here and in docs/architecture.md what it may import"
+    assert imports(path) - set(sys.stdlib_module_names) <= MAY_IMPORT[path.stem]
+
+
+def test_the_core_imports_with_torch_and_numpy_alone() -> None:
+    """Every other package that an extra or a test brings is made impossible to import."""
+    extras = "sklearn scipy matplotlib PIL torchvision timm lightning torchmetrics rich typer tifffile safetensors hypothesis"
+    code = f"import sys\nfor name in {extras.split()!r}: sys.modules[name] = None\nimport misconv; misconv.MisConv2d(3, 4, 3)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_public_names_are_listed_and_exist() -> None:
+    for module in (misconv, misconv.functional, misconv.missing):
+        for name in module.__all__:
+            assert hasattr(module, name)
+            assert getattr(module, name).__doc__
+
+
+def test_the_package_says_it_is_typed() -> None:
+    assert (SOURCE / "py.typed").exists()

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from misconv import MFA, MisConv2d, PartialConv2d
+from misconv.functional import expected_conv2d, partial_conv2d
+from tests.reference import random_mfa, tolerance
+
+KINDS: list[tuple[str, nn.Module]] = [
+    ("relu", nn.ReLU()),
+    ("gelu", nn.GELU()),
+    ("silu", nn.SiLU()),
+    ("hardswish", nn.Hardswish()),
+    ("mish", nn.Mish()),
+    ("identity", nn.Identity()),
+]
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance("exact"), atol=tolerance("exact"))
+
+
+def trained_norm(channels: int) -> nn.BatchNorm2d:
+    norm = nn.BatchNorm2d(channels)
+    with torch.no_grad():
+        for value in (norm.weight, norm.bias, norm.running_mean):
+            value.normal_()
+        norm.running_var.uniform_(0.5, 2)
+    return norm
+
+
+def test_the_layer_is_the_function() -> None:
+    observed = torch.rand(2, 4, 9, 9) < 0.5
+    p = random_mfa(2, 2, 3, (4, 9, 9), observed)
+    layer = MisConv2d(4, 6, (3, 2), stride=2, padding=(1, 0), dilation=2, groups=2, bias=False, activation="elu")
+    expected = expected_conv2d(p, layer.weight, None, 2, (1, 0), 2, 2, activation=nn.ELU())
+    assert torch.equal(layer(p), expected)
+
+
+@pytest.mark.parametrize(("name", "activation"), KINDS)
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("components", [1, 3])
+def test_complete_images_pass_bit_for_bit(name: str, activation: nn.Module, with_norm: bool, components: int) -> None:
+    norm = trained_norm(8).eval() if with_norm else None
+    layer = MisConv2d(3, 8, 7, stride=2, padding=3, norm=norm, activation=name)
+    x = torch.randn(3, 3, 19, 21)
+    plain = nn.functional.conv2d(x, layer.weight, layer.bias, 2, 3)
+    plain = activation(plain if norm is None else norm(plain))
+    p = random_mfa(3, components, 2, (3, 19, 21)).fix(x, torch.ones(3, 1, 19, 21, dtype=torch.bool))
+    assert torch.equal(layer(p), plain)
+    assert torch.equal(layer(MFA.point(x)), plain)
+
+
+def test_torchvision_stem_with_its_own_modules() -> None:
+    """ResNet's Conv→BN→ReLU(inplace), float32, evaluation and training."""
+    model = torchvision.models.resnet18().float()
+    twin = copy.deepcopy(model)
+    layer = MisConv2d.from_conv(model.conv1, norm=model.bn1, activation=model.relu)
+    x = torch.randn(4, 3, 64, 64, dtype=torch.float32)
+    torch.testing.assert_close(layer(MFA.point(x)), twin.relu(twin.bn1(twin.conv1(x))), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model.bn1.running_var, twin.bn1.running_var, rtol=1e-5, atol=1e-6)
+    assert model.bn1.num_batches_tracked == twin.bn1.num_batches_tracked == 1
+    model.load_state_dict(twin.state_dict())
+    model.eval()
+    twin.eval()
+    layer.eval()
+    assert torch.equal(layer(MFA.point(x)), twin.relu(twin.bn1(twin.conv1(x))))
+
+
+def test_frozen_batch_norm_of_torchvision() -> None:
+    norm = torchvision.ops.FrozenBatchNorm2d(5)
+    norm.running_var.uniform_(0.5, 2)
+    norm.weight.normal_()
+    layer, x = MisConv2d(2, 5, 3, norm=norm), torch.randn(2, 2, 6, 6)
+    plain = norm(nn.functional.conv2d(x, layer.weight, layer.bias)).relu()
+    assert torch.equal(layer(MFA.point(x)), plain)
+    p = random_mfa(2, 2, 2, (2, 6, 6))
+    same = nn.BatchNorm2d(5).eval()
+    same.load_state_dict(norm.state_dict(), strict=False)
+    close(layer(p), MisConv2d.from_conv(as_conv(layer), norm=same)(p))
+
+
+def as_conv(layer: nn.Conv2d) -> nn.Conv2d:
+    conv = nn.Conv2d(layer.in_channels, layer.out_channels, layer.kernel_size)
+    conv.load_state_dict({"weight": layer.weight, "bias": layer.bias})
+    return conv
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_normalized_expectation_equals_monte_carlo(training: bool) -> None:
+    observed = torch.rand(4, 1, 6, 6) < 0.5
+    p, norm = random_mfa(4, 2, 2, (2, 6, 6), observed), trained_norm(3)
+    layer = MisConv2d(2, 3, 3, norm=norm, activation="relu").train(training)
+    twin = copy.deepcopy(norm)
+    exact = layer(p).detach()
+    count = 40_000
+    with torch.no_grad():
+        drawn = p.sample(count).flatten(0, 1)  # (S·B, C, H, W)
+        values = torch.relu(twin(nn.functional.conv2d(drawn, layer.weight, layer.bias))).view(count, *exact.shape)
+    error = values.std(0) / count**0.5
+    # Events too rare for the sample have no standard error; and in training the statistics of the sampled batch are
+    # themselves uncertain, by a few parts in a thousand.
+    slack = 0.01 if training else 5e-4
+    assert ((values.mean(0) - exact).abs() <= 5 * error + slack).all()
+
+
+def test_running_statistics() -> None:
+    p = random_mfa(3, 2, 2, (2, 5, 5))
+    for momentum, tracked in ((0.1, True), (None, True), (0.1, False)):
+        norm = nn.BatchNorm2d(4, momentum=momentum, track_running_stats=tracked)
+        layer = MisConv2d(2, 4, 3, norm=norm)
+        layer(p)
+        first = None if norm.running_mean is None else norm.running_mean.clone()
+        layer(p)
+        if not tracked:
+            assert norm.running_mean is None
+            layer.eval()  # batch statistics, as nn.BatchNorm2d without running ones
+            assert layer(p).isfinite().all()
+            continue
+        assert norm.num_batches_tracked == 2
+        assert first is not None
+        assert norm.running_mean is not None
+        factor = 1.0 if momentum is None else 1.9  # averaging the same batch changes nothing; two steps of a tenth
+        close(norm.running_mean, factor * first)
+        layer.eval()
+        before = norm.running_mean.clone()
+        layer(p)
+        assert torch.equal(norm.running_mean, before)
+
+
+def test_state_dict_names_and_gradients() -> None:
+    layer = MisConv2d(3, 4, 3, norm=nn.BatchNorm2d(4), activation=nn.PReLU(4))
+    names = set(layer.state_dict())
+    assert {"weight", "bias", "norm.weight", "norm.running_var", "activation.weight"} <= names
+    observed = torch.rand(2, 1, 6, 6) < 0.5
+    p = random_mfa(2, 2, 2, (3, 6, 6), observed)
+    for value in (p.logits, p.means, p.factors, p.noise):
+        value.requires_grad_()
+    layer(p).square().sum().backward()
+    for value in (*layer.parameters(), p.logits, p.means, p.factors, p.noise):
+        assert value.grad is not None
+        assert value.grad.isfinite().all()
+        assert value.grad.abs().sum() > 0
+
+
+def test_from_conv_shares_parameters_and_copies_arguments() -> None:
+    conv = nn.Conv2d(4, 6, 3, 2, 1, 2, 2, bias=False, padding_mode="reflect").eval()
+    layer = MisConv2d.from_conv(conv, activation=torch.nn.functional.silu)
+    assert layer.weight is conv.weight
+    assert layer.bias is None
+    assert not layer.training
+    x = torch.randn(2, 4, 9, 9)
+    assert torch.equal(layer(MFA.point(x)), nn.functional.silu(conv(x)))
+    twin = copy.deepcopy(layer)
+    assert torch.equal(twin(MFA.point(x)), layer(MFA.point(x)))
+    assert "6, kernel_size=(3, 3)" in repr(layer)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("mode", ["zeros", "reflect"])
+def test_compiled_layer_is_the_eager_one(backend: str, mode: str, compiler: None) -> None:
+    observed = torch.rand(2, 1, 6, 6) < 0.5
+    p = random_mfa(2, 2, 2, (2, 6, 6), observed)
+    layer = MisConv2d(2, 3, 3, padding=1, padding_mode=mode, norm=trained_norm(3), activation="relu")
+    twin = copy.deepcopy(layer)
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    for training in (True, False):
+        layer.train(training)
+        twin.train(training)
+        close(compiled(p), twin(p))
+        for value in (layer, twin):
+            value.zero_grad()
+        compiled(p).square().sum().backward()
+        twin(p).square().sum().backward()
+        close(layer.weight.grad, twin.weight.grad)
+
+
+@pytest.mark.parametrize("activation", ["silu", "elu", "hardswish", "mish", "gelu_tanh"])
+def test_other_activations_compile(activation: str) -> None:
+    p, layer = random_mfa(2, 2, 2, (2, 6, 6)), MisConv2d(2, 3, 3, activation=activation)
+    torch.compiler.reset()
+    close(torch.compile(layer, fullgraph=True, backend="aot_eager")(p), layer(p))
+
+
+def test_partial_layer_is_the_function() -> None:
+    x, observed = torch.randn(2, 4, 7, 7), torch.rand(2, 1, 7, 7) < 0.5
+    layer = PartialConv2d(4, 6, 3, stride=2, padding=1, groups=2)
+    result, some = layer(x, observed, return_observed=True)
+    expected = partial_conv2d(x, observed, layer.weight, layer.bias, 2, 1, 1, 2)
+    assert torch.equal(result, expected)
+    assert some.dtype == torch.bool
+    assert torch.equal(layer(x, observed), result)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"activation": "rleu"}, ValueError, "activation must be one of .*, got 'rleu'"),
+        ({"activation": nn.GLU(1)}, ValueError, "activation must be a pointwise function that keeps the shape, but it turned"),
+        ({"activation": nn.Softmax(1)}, ValueError, "activation must be pointwise and deterministic, but its result at one place"),
+        ({"activation": nn.Dropout(0.5)}, ValueError, "activation must be pointwise and deterministic"),
+        ({"activation": nn.PReLU(3)}, ValueError, "activation must have 1 or 4 slopes, got PReLU"),
+        ({"activation": 1.0}, TypeError, "activation must be a name, an nn.Module or a function, got 1.0"),
+        ({"norm": nn.GroupNorm(2, 4)}, TypeError, "norm must be nn.BatchNorm2d .*, got GroupNorm"),
+        ({"norm": nn.InstanceNorm2d(4)}, TypeError, "norm must be nn.BatchNorm2d .*, got InstanceNorm2d"),
+        ({"norm": nn.BatchNorm2d(5)}, ValueError, "norm must normalize the 4 output channels of the convolution, got BatchNorm2d"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(arguments: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        MisConv2d(3, 4, 3, **arguments)
+
+
+def test_bad_convolutions_and_inputs() -> None:
+    with pytest.raises(TypeError, match="conv must be a torch.nn.Conv2d, got Linear"):
+        MisConv2d.from_conv(nn.Linear(3, 4))
+    with pytest.raises(TypeError, match="conv must be a torch.nn.Conv2d, got MisConv2d"):
+        MisConv2d.from_conv(MisConv2d(3, 4, 3))
+    with pytest.raises(ValueError, match="padding_mode must be zeros, for a partial convolution leaves out"):
+        PartialConv2d(3, 4, 3, padding=1, padding_mode="reflect")
+    with pytest.raises(TypeError, match="p must be a misconv.MFA"):
+        MisConv2d(3, 4, 3)(torch.zeros(1, 3, 5, 5))
+    with pytest.raises(ValueError, match="weight must have C/groups = 1/1 input channels to fit images of 1 channels"):
+        MisConv2d(3, 4, 3)(random_mfa(1, 1, 1, (1, 5, 5)))
