@@ -227,3 +227,61 @@ def test_bad_convolutions_and_inputs() -> None:
         MisConv2d(3, 4, 3)(torch.zeros(1, 3, 5, 5))
     with pytest.raises(ValueError, match="weight must have C/groups = 1/1 input channels to fit images of 1 channels"):
         MisConv2d(3, 4, 3)(random_mfa(1, 1, 1, (1, 5, 5)))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("spread", [0.0, 1e-12, 1.0])
+@pytest.mark.parametrize("level", [0.0, 50.0])
+@pytest.mark.parametrize("activation", ["relu", "elu", "gelu", "silu", "hardswish", "mish"])
+def test_gradients_are_finite_where_nothing_varies(
+    activation: str, level: float, spread: float, autocast: bool
+) -> None:
+    """σ = 0 and d = 0 in missing pixels, responses fifty deviations from zero, in float32 and under autocast."""
+    observed = torch.rand(2, 1, 6, 6) < 0.5
+    p = random_mfa(2, 2, 2, (2, 6, 6), observed).to(torch.float32)
+    means = torch.full_like(p.means, level)
+    p = MFA(p.logits, means, spread * p.factors, spread**2 * p.noise, observed)
+    for value in (p.logits, p.means, p.factors, p.noise):
+        value.requires_grad_()
+    layer = MisConv2d(2, 4, 3, padding=1, norm=nn.BatchNorm2d(4), activation=activation).float()
+    with torch.autocast(p.device.type, dtype=torch.bfloat16, enabled=autocast):
+        result = layer(p)
+    result.float().square().sum().backward()
+    assert result.isfinite().all()
+    for value in (*layer.parameters(), p.logits, p.means, p.factors, p.noise):
+        assert value.grad is not None
+        assert value.grad.isfinite().all()
+
+
+class Density(nn.Module):
+    """The smallest density there is: every pixel has the same learned mean and noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.noise = nn.Parameter(torch.zeros(())), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, observed: Tensor) -> MFA:
+        means = self.mean.expand(x.shape).unsqueeze(1)
+        factors, noise = x.new_zeros(len(x), 1, 0, *x.shape[1:]), self.noise.expand(x.shape).unsqueeze(1)
+        return MFA(x.new_zeros(len(x), 1), means, factors, noise, check=False).fix(x, observed)
+
+
+def test_an_mfa_goes_into_and_comes_out_of_distributed_data_parallel() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        density, layer = Density(), MisConv2d(2, 3, 3)
+        twins = copy.deepcopy(density), copy.deepcopy(layer)
+        x, observed = torch.randn(2, 2, 6, 6), torch.rand(2, 1, 6, 6) < 0.5
+        # Looking for unused parameters makes it search the MFA for the graphs of its tensors.
+        outer = nn.parallel.DistributedDataParallel(density, find_unused_parameters=True)
+        inner = nn.parallel.DistributedDataParallel(layer)
+        for first, second in ((outer, inner), twins):
+            second(first(x, observed)).square().sum().backward()
+        for module, twin in zip((density, layer), twins, strict=True):
+            for value, other in zip(module.parameters(), twin.parameters(), strict=True):
+                assert value.grad is not None
+                close(value.grad, other.grad)
+    finally:
+        dist.destroy_process_group()

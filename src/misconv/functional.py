@@ -48,7 +48,7 @@ def conv2d_moments(
         >>> m.unique().tolist(), v.unique().tolist()  # 4 pixels of mean 1 and variance 1, weight 3
         ([12.0], [36.0])
     """
-    mean, variance = _moments(p, weight, bias, stride, padding, dilation, groups, padding_mode)
+    mean, variance = raw_moments(p, weight, bias, stride, padding, dilation, groups, padding_mode)
     return mean.to(variance.dtype), variance
 
 
@@ -56,7 +56,7 @@ def expected_activation(activation: Activation, mean: Tensor, variance: Tensor) 
     """E[f(Z)] for Z ~ N(mean, variance), place by place.
 
     Closed forms: identity, ReLU, LeakyReLU, PReLU, ReLU6, Hardtanh, Hardsigmoid, Hardswish, ELU, CELU, SELU, GELU;
-    sigmoid, tanh, SiLU and Softplus to 1e-9 for any variance. Every other pointwise function is integrated
+    sigmoid, tanh, SiLU and Softplus to 1e-9 for any variance (in float64). Every other pointwise function is integrated
     numerically; the error grows with the variance (table in `docs/maths.md`). Where the variance is 0 the result is
     exactly f(mean).
 
@@ -106,7 +106,7 @@ def expected_conv2d(
         >>> bool((expected_conv2d(MFA.point(x), weight) == torch.relu(torch.conv2d(x, weight))).all())
         True
     """
-    mean, variance = _moments(p, weight, bias, stride, padding, dilation, groups, padding_mode)
+    mean, variance = raw_moments(p, weight, bias, stride, padding, dilation, groups, padding_mode)
     return mix_expectations(p, activation, mean, variance)
 
 
@@ -235,7 +235,7 @@ def partial_conv2d(
 # Inside ----------------------------------------------------------------------------------------------------------
 
 
-def _moments(
+def raw_moments(
     p: MFA,
     weight: Tensor,
     bias: Tensor | None,

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from misconv._checks import describe
 from misconv._expectations import Activation, activation_module
 from misconv.functional import (
-    _moments,
     batch_norm_moments,
     mix_expectations,
     partial_conv2d,
+    raw_moments,
 )
 from misconv.mfa import MFA
 
@@ -92,7 +92,7 @@ class MisConv2d(nn.Conv2d):
     # The arguments and parameters of a convolution, applied to something richer than a tensor.
     def forward(self, p: MFA) -> Tensor:  # type: ignore[override]
         """(B, O, H', W'), the expected activation."""
-        mean, variance = _moments(
+        mean, variance = raw_moments(
             p, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups, self.padding_mode
         )
         if self.norm is not None:
