@@ -1,13 +1,17 @@
+# make demo   fit, train and compare on handwritten digits; writes a report to open in a browser
 # make test   lint, types, tests and doctests (what CI runs)
 # make lint   ruff and mypy alone
+# make bench  time what is meant to be fast, against what it replaces
 # make docs   measure what the documents state and draw their pictures
 # Everything happens in .venv, which any target creates with the pinned versions of constraints.txt.
+
+.DEFAULT_GOAL := test
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: test lint docs clean
+.PHONY: demo test lint bench docs clean
 .DELETE_ON_ERROR:
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -23,6 +27,13 @@ lint: $(VENV)/installed
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses auto --quiet
+
+demo: $(VENV)/installed
+	$(BIN)/misconv demo --out misconv-demo --overwrite
+
+bench: $(VENV)/installed
+	$(BIN)/python benchmarks/em.py
+	$(BIN)/python benchmarks/knn.py
 
 docs: $(VENV)/installed
 	$(BIN)/python docs/measure.py

@@ -14,13 +14,25 @@ import misconv
 SOURCE = Path(misconv.__file__).parent
 # What each module may import, besides the standard library; the arrows of docs/architecture.md.
 MAY_IMPORT = {
-    "_checks": {"torch"},
+    "_checks": {"torch", "mfa"},  # mfa for its type alone
+    "_linalg": {"torch"},
     "missing": {"torch", "_checks"},
-    "mfa": {"torch", "_checks"},
+    "mfa": {"torch", "_checks", "_linalg"},
     "_expectations": {"torch", "_checks"},
     "functional": {"torch", "_checks", "_expectations", "mfa"},
     "layers": {"torch", "_checks", "_expectations", "functional", "mfa"},
-    "__init__": {"functional", "layers", "mfa", "missing"},
+    "_em": {"torch", "_checks", "_linalg"},
+    "density": {"torch", "_checks", "_em", "mfa"},
+    "impute": {"torch", "_checks", "mfa"},
+    "_description": {"torch", "_checks"},
+    "store": {"torch", "safetensors", "_checks", "_description"},
+    "training": {"torch", "lightning_fabric", "rich", "_checks", "density", "mfa", "missing", "store"},
+    "data": {"torch", "sklearn"},
+    "demo": {"torch", "data", "density", "impute", "layers", "mfa", "missing", "training"},
+    "report": {"torch", "numpy", "matplotlib", "demo", "store", "_checks"},
+    "cli": {"torch", "typer", "rich", "demo", "report"},
+    "__main__": {"cli"},
+    "__init__": {"density", "functional", "impute", "layers", "mfa", "missing", "store", "training"},
 }
 
 
@@ -33,7 +45,10 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             module = node.module or ""
-            found |= {f"misconv.{alias.name}" for alias in node.names} if module == "misconv" else {module}
+            names = {alias.name for alias in node.names} if module == "misconv" else set()
+            found |= {f"misconv.{name}" for name in names if (SOURCE / f"{name}.py").exists()} | (
+                {module} - {"misconv"}
+            )
     ours = {name.split(".")[1] for name in found if name.startswith("misconv.")}
     return ours | {name.split(".")[0] for name in found if not name.startswith("misconv")}
 

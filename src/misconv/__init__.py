@@ -1,16 +1,48 @@
 """Learning from images with missing pixels: what they may be, and what a convolution expects of them.
 
 >>> import torch, misconv
->>> x, observed = misconv.observe(torch.rand(2, 3, 8, 8))
->>> p = misconv.MFA.point(x)
->>> misconv.MisConv2d(3, 16, 3, padding=1)(p).shape
-torch.Size([2, 16, 8, 8])
+>>> images, observed = torch.rand(50, 1, 8, 8), misconv.missing.square(50, 8, 8)
+>>> density = misconv.SMFA(components=2, rank=2).fit(images, observed)
+>>> misconv.MisConv2d(1, 16, 3, padding=1)(density(images, observed)).shape
+torch.Size([50, 16, 8, 8])
 """
 
-from misconv import functional, missing
+from typing import TYPE_CHECKING, Any
+
+from misconv import functional, impute, missing
+from misconv.density import SMFA, ConvDMFA, LinearDMFA
 from misconv.layers import MisConv2d, PartialConv2d
 from misconv.mfa import MFA
 from misconv.missing import observe
 
-__all__ = ["MFA", "MisConv2d", "PartialConv2d", "functional", "missing", "observe"]
+if TYPE_CHECKING:
+    from misconv.store import load, save
+    from misconv.training import fit_density
+
+__all__ = [
+    "MFA",
+    "SMFA",
+    "ConvDMFA",
+    "LinearDMFA",
+    "MisConv2d",
+    "PartialConv2d",
+    "fit_density",
+    "functional",
+    "impute",
+    "load",
+    "missing",
+    "observe",
+    "save",
+]
 __version__ = "0.1.0.dev0"
+
+# The core imports with torch and numpy alone; what needs more is imported when it is asked for.
+_LAZY = {"fit_density": "training", "load": "store", "save": "store"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(f"misconv.{_LAZY[name]}"), name)
+    raise AttributeError(f"module 'misconv' has no attribute {name!r}")

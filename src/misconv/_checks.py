@@ -6,12 +6,18 @@ wait for its host and breaks a traced graph, so by default they run for plain CP
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from misconv.mfa import MFA
 
 __all__ = [
     "check_fraction",
     "check_images",
+    "check_mfa",
     "check_observed",
     "check_seen_finite",
     "check_size",
@@ -101,3 +107,66 @@ def check_seen_finite(name: str, x: Tensor, seen: Tensor, *, check: bool | None 
             f"{name} must be finite wherever it is observed, got {x[place].item()} at {place} and "
             f"{int(bad.sum())} such values in all; mark missing pixels as not observed, as misconv.observe does for NaN"
         )
+
+
+def check_mfa(p: MFA, check: bool | None) -> None:
+    """Shapes, types and devices of an MFA always; values where they may be looked at."""
+    shapes = {
+        "logits": "(B, K)",
+        "means": "(B, K, C, H, W)",
+        "factors": "(B, K, L, C, H, W)",
+        "noise": "(B, K, C, H, W)",
+    }
+    for name, shape in shapes.items():
+        value = getattr(p, name)
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            raise TypeError(f"{name} must be a floating-point tensor {shape}, got {describe(value)}")
+        if value.dim() != shape.count(",") + 1:
+            raise ValueError(f"{name} must have shape {shape}, got {describe(value)}")
+    for name in shapes:
+        value = getattr(p, name)
+        if value.dtype != p.means.dtype or value.device != p.means.device:
+            raise ValueError(
+                f"{name} must have the type {p.means.dtype} and device {p.means.device} of means, got {describe(value)}"
+            )
+    batch, components, *image = p.means.shape
+    if 0 in p.means.shape:
+        raise ValueError(f"means must hold at least one image, component, channel and pixel, got {describe(p.means)}")
+    rank = p.factors.shape[2]
+    wanted = {
+        "logits": (batch, components),
+        "factors": (batch, components, rank, *image),
+        "noise": tuple(p.means.shape),
+    }
+    for name, expected in wanted.items():
+        if tuple(getattr(p, name).shape) != expected:
+            raise ValueError(f"{name} must have shape {expected} to fit means, got {describe(getattr(p, name))}")
+    seen: Tensor | None = None
+    if p.observed is not None:
+        p.observed = check_observed("observed", p.observed, p.means[:, 0], check=check)
+        seen = p.observed.unsqueeze(1)
+    if not readable(p.logits, p.means, p.factors, p.noise, check=check):
+        return
+    if not p.means.isfinite().all():
+        raise ValueError(f"means must be finite, got {_first(p.means, ~p.means.isfinite())}")
+    if seen is not None and not ((p.means == p.means[:, :1]) | ~seen).all():
+        raise ValueError(
+            "means must be the same in all components where observed is True, for there the pixel is exact"
+        )
+    noise = p.noise if seen is None else p.noise.masked_fill(seen, 0)
+    if not (noise >= 0).all() or noise.isinf().any():
+        bad = ~(noise >= 0) | noise.isinf()
+        raise ValueError(f"noise must be finite variances of at least 0, got {_first(noise, bad)}")
+    factors = p.factors if seen is None else p.factors.masked_fill(seen.unsqueeze(2), 0)
+    if not factors.isfinite().all():
+        raise ValueError(f"factors must be finite, got {_first(factors, ~factors.isfinite())}")
+    # A component may be switched off by -inf, but not all of an image.
+    off = p.logits.isneginf()
+    bad = (~p.logits.isfinite() & ~off) | off.all(1, keepdim=True)
+    if bad.any():
+        raise ValueError(f"logits must be finite (or -inf for some components), got {_first(p.logits, bad)}")
+
+
+def _first(values: Tensor, bad: Tensor) -> str:
+    place = tuple(int(i) for i in bad.nonzero()[0])
+    return f"{values[place].item()} at {place}"

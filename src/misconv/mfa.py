@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from misconv._checks import check_images, check_observed, check_seen_finite, check_size, describe, readable
+from misconv._checks import check_images, check_mfa, check_observed, check_seen_finite, check_size, describe
+from misconv._linalg import cholesky, triangular_inverse
 
 __all__ = ["MFA"]
 
@@ -61,7 +62,7 @@ class MFA:
 
     def __post_init__(self, check: bool | None) -> None:
         if check is not False:
-            _check_parameters(self, check)
+            check_mfa(self, check)
 
     @staticmethod
     def point(x: Tensor) -> MFA:
@@ -314,8 +315,8 @@ class MFA:
             loadings = factors * scale.unsqueeze(-2)  # (B, K, L, n), V
             exact = loadings.to(wide)
             identity = torch.eye(factors.shape[-2], dtype=wide, device=self.device)
-            root = _cholesky(identity + exact @ exact.mT)  # (B, K, L, L), R
-            root_inverse = _triangular_inverse(root)
+            root = cholesky(identity + exact @ exact.mT)  # (B, K, L, L), R
+            root_inverse = triangular_inverse(root)
             latent = root_inverse @ (exact @ whitened.to(wide).unsqueeze(-1))
             latent = (root_inverse.mT @ latent).squeeze(-1)  # (B, K, L), ŷ = C⁻¹ V w
             # |w|² − (Vw)ᵀC⁻¹(Vw) as a sum of squares, which cannot cancel: |w − Vᵀŷ|² + |ŷ|².
@@ -324,69 +325,6 @@ class MFA:
         log_det = noise.log().sum(-1, dtype=wide) + 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         count = pixels.flatten(-3).sum(-1).to(wide)  # (B, 1)
         return -0.5 * (distance + log_det + count * math.log(2 * math.pi)), root_inverse, latent
-
-
-def _check_parameters(p: MFA, check: bool | None) -> None:
-    """Shapes, types and devices of an MFA always; values where they may be looked at."""
-    shapes = {
-        "logits": "(B, K)",
-        "means": "(B, K, C, H, W)",
-        "factors": "(B, K, L, C, H, W)",
-        "noise": "(B, K, C, H, W)",
-    }
-    for name, shape in shapes.items():
-        value = getattr(p, name)
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise TypeError(f"{name} must be a floating-point tensor {shape}, got {describe(value)}")
-        if value.dim() != shape.count(",") + 1:
-            raise ValueError(f"{name} must have shape {shape}, got {describe(value)}")
-    for name in shapes:
-        value = getattr(p, name)
-        if value.dtype != p.means.dtype or value.device != p.means.device:
-            raise ValueError(
-                f"{name} must have the type {p.means.dtype} and device {p.means.device} of means, got {describe(value)}"
-            )
-    batch, components, *image = p.means.shape
-    if 0 in p.means.shape:
-        raise ValueError(f"means must hold at least one image, component, channel and pixel, got {describe(p.means)}")
-    rank = p.factors.shape[2]
-    wanted = {
-        "logits": (batch, components),
-        "factors": (batch, components, rank, *image),
-        "noise": tuple(p.means.shape),
-    }
-    for name, expected in wanted.items():
-        if tuple(getattr(p, name).shape) != expected:
-            raise ValueError(f"{name} must have shape {expected} to fit means, got {describe(getattr(p, name))}")
-    seen: Tensor | None = None
-    if p.observed is not None:
-        p.observed = check_observed("observed", p.observed, p.means[:, 0], check=check)
-        seen = p.observed.unsqueeze(1)
-    if not readable(*p._parameters(), check=check):
-        return
-    if not p.means.isfinite().all():
-        raise ValueError(f"means must be finite, got {_first(p.means, ~p.means.isfinite())}")
-    if seen is not None and not ((p.means == p.means[:, :1]) | ~seen).all():
-        raise ValueError(
-            "means must be the same in all components where observed is True, for there the pixel is exact"
-        )
-    noise = p.noise if seen is None else p.noise.masked_fill(seen, 0)
-    if not (noise >= 0).all() or noise.isinf().any():
-        bad = ~(noise >= 0) | noise.isinf()
-        raise ValueError(f"noise must be finite variances of at least 0, got {_first(noise, bad)}")
-    factors = p.factors if seen is None else p.factors.masked_fill(seen.unsqueeze(2), 0)
-    if not factors.isfinite().all():
-        raise ValueError(f"factors must be finite, got {_first(factors, ~factors.isfinite())}")
-    # A component may be switched off by -inf, but not all of an image.
-    off = p.logits.isneginf()
-    bad = (~p.logits.isfinite() & ~off) | off.all(1, keepdim=True)
-    if bad.any():
-        raise ValueError(f"logits must be finite (or -inf for some components), got {_first(p.logits, bad)}")
-
-
-def _first(values: Tensor, bad: Tensor) -> str:
-    place = tuple(int(i) for i in bad.nonzero()[0])
-    return f"{values[place].item()} at {place}"
 
 
 def _wide(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -407,41 +345,6 @@ def _safe_sqrt(values: Tensor) -> Tensor:
     """√v with gradient 0, not infinity, at v = 0."""
     positive = values > 0
     return torch.where(positive, values, 1).sqrt() * positive
-
-
-def _cholesky(matrix: Tensor) -> Tensor:
-    """The lower root of matrices C ⪰ I, unrolled over their few columns.
-
-    Unlike `torch.linalg.cholesky` it neither waits for the GPU nor raises: all pivots of C ⪰ I are at least 1, and a
-    pivot that rounding has pushed below is set to 1.
-    """
-    size = matrix.shape[-1]
-    if size == 0:
-        return matrix
-    identity = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
-    below = torch.ones_like(identity).tril(-1)
-    columns = []
-    for j in range(size):
-        pivot = matrix[..., j, j].clamp_min(1).sqrt().unsqueeze(-1)
-        column = identity[j] * pivot + below[:, j] * matrix[..., :, j] / pivot
-        columns.append(column)
-        matrix = matrix - column.unsqueeze(-1) * column.unsqueeze(-2)
-    return torch.stack(columns, -1)
-
-
-def _triangular_inverse(root: Tensor) -> Tensor:
-    """The inverse of lower triangular matrices by forward substitution."""
-    size = root.shape[-1]
-    if size == 0:
-        return root
-    identity = torch.eye(size, dtype=root.dtype, device=root.device)
-    rows: list[Tensor] = []
-    for j in range(size):
-        row = identity[j].expand(root.shape[:-1])
-        if rows:
-            row = row - (root[..., j : j + 1, :j] @ torch.stack(rows, -2)).squeeze(-2)
-        rows.append(row / root[..., j, j].unsqueeze(-1))
-    return torch.stack(rows, -2)
 
 
 def _flatten(p: MFA) -> tuple[list[Any], None]:

@@ -1,0 +1,302 @@
+"""Filling the missing pixels of images with one value each: the baselines, and the mean of a density.
+
+Every imputer is called as ``(x, observed) -> filled``. Observed pixels come back bit for bit; values at unobserved
+places are never read, neither of the images that are filled nor of those that were fitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from misconv._checks import check_images, check_observed, check_seen_finite, check_size, describe
+from misconv.mfa import MFA
+
+__all__ = ["KNN", "Mean", "by_density", "zero"]
+
+# Work arrays of `KNN` stay below about this, however many images are fitted or filled.
+_WORK_BYTES = 256 * 2**20
+# Pairs of a missing pixel and a possible donor that are looked at together: few enough to stay in a cache.
+_PAIRS = 2**20
+# Distances are compared without so many of their last bits, which rounding has made up.
+_NOISY_BITS = 16
+
+
+def zero(x: Tensor, observed: Tensor) -> Tensor:
+    """Fill missing pixels with 0.
+
+    Shape:
+        (B, C, H, W), bool (B, 1, H, W) or (B, C, H, W) → (B, C, H, W).
+
+    Example:
+        >>> zero(torch.tensor([[[[2.0, float("nan")]]]]), torch.tensor([[[[True, False]]]]))
+        tensor([[[[2., 0.]]]])
+    """
+    return torch.where(_check(x, observed), x, 0)
+
+
+class _Fitted(nn.Module):
+    """A module whose buffers are empty until `fit`, or until they are loaded, gives them their shapes."""
+
+    mean: Tensor  # (C, H, W), what a pixel is filled with for want of anything better
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.empty(0))
+
+    def _check_fits(self, x: Tensor) -> None:
+        if not self.mean.numel():
+            raise RuntimeError(f"{type(self).__name__} must be fitted before use: call .fit(x, observed) first")
+        if isinstance(x, Tensor) and (x.shape[1:] != self.mean.shape or x.device != self.mean.device):
+            raise ValueError(
+                f"x must have the shape (B, {', '.join(str(n) for n in self.mean.shape)}) and the device "
+                f"{self.mean.device} of the fitted images, got {describe(x)}"
+            )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name, buffer in self.named_buffers(recurse=False):
+            value = state_dict.get(prefix + name)
+            if isinstance(value, Tensor):
+                setattr(self, name, torch.empty_like(value, device=buffer.device))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class Mean(_Fitted):
+    """Fill missing pixels with the mean of that pixel over the fitted images that have it.
+
+    A pixel that no fitted image has gets the mean of all values seen in its channel, or, where there are none, of all
+    values seen.
+
+    Shape:
+        (B, C, H, W), bool (B, 1, H, W) or (B, C, H, W) → (B, C, H, W).
+
+    Example:
+        >>> x = torch.tensor([1.0, 3.0, 8.0]).view(3, 1, 1, 1)
+        >>> observed = torch.tensor([True, True, False]).view(3, 1, 1, 1)
+        >>> Mean().fit(x, observed)(x, observed).flatten()
+        tensor([1., 3., 2.])
+    """
+
+    @torch.no_grad()
+    def fit(self, x: Tensor, observed: Tensor) -> Self:
+        """Learn the mean of every pixel; returns the module itself."""
+        self.mean = _pixel_means(x, _check(x, observed)).to(x.dtype)
+        return self
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, observed: Tensor) -> Tensor:
+        """(B, C, H, W), the filled images."""
+        observed = _check(x, observed)
+        self._check_fits(x)
+        return torch.where(observed, x, self.mean.to(x.dtype))
+
+
+class KNN(_Fitted):
+    """Fill each missing pixel with its mean over the k nearest fitted images that have it.
+
+    The squared distance of two images with n pixels is ``n / |S| · Σ_S (x − y)²`` over the pixels S that both have.
+    Images without a common pixel are no neighbours. Fewer than k neighbours with the pixel: the mean of those; none:
+    the pixel is filled as by `Mean`. Of equally near images the first fitted one counts as nearer. Everything is
+    computed in float64.
+
+    Args:
+        k: how many neighbours; may exceed the number of fitted images.
+
+    Shape:
+        (B, C, H, W), bool (B, 1, H, W) or (B, C, H, W) → (B, C, H, W).
+
+    Example:
+        >>> x = torch.tensor([[1.0, 5.0], [2.0, 7.0], [9.0, 0.0], [1.4, float("nan")]]).view(4, 1, 1, 2)
+        >>> knn = KNN(k=2).fit(x, ~x.isnan())
+        >>> knn(x[3:], ~x[3:].isnan())
+        tensor([[[[1.4000, 6.0000]]]])
+    """
+
+    images: Tensor  # (N, C, H, W), 0 where not seen
+    seen: Tensor  # bool (N, 1, H, W) or (N, C, H, W)
+
+    def __init__(self, k: int = 5) -> None:
+        super().__init__()
+        check_size("k", k)
+        self.k = k
+        self.register_buffer("images", torch.empty(0))
+        self.register_buffer("seen", torch.empty(0, dtype=torch.bool))
+
+    @torch.no_grad()
+    def fit(self, x: Tensor, observed: Tensor) -> Self:
+        """Keep the images and their means; returns the module itself."""
+        observed = _check(x, observed)
+        self.mean = _pixel_means(x, observed).to(x.dtype)
+        self.images, self.seen = torch.where(observed, x, 0), observed.clone()
+        return self
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, observed: Tensor) -> Tensor:
+        """(B, C, H, W), the filled images."""
+        observed = _check(x, observed)
+        self._check_fits(x)
+        filled = torch.where(observed, x, self.mean.to(x.dtype))
+        incomplete = (~observed).flatten(1).any(1).nonzero().squeeze(1)
+        # Besides its share of the products an image needs four numbers per fitted image and a dozen per pixel.
+        for rows in incomplete.split(_at_least_one(_WORK_BYTES / 2 / (32 * len(self.images) + 96 * self.mean.numel()))):
+            seen = observed[rows]
+            order = _order(*_distances(filled[rows], seen, self.images, self.seen, self.mean))
+            donated, known = _donate(order, seen.expand(-1, len(self.mean), -1, -1), self.images, self.seen, self.k)
+            filled[rows] = torch.where(known, donated.to(x.dtype), filled[rows])
+        return filled
+
+    def extra_repr(self) -> str:
+        """The arguments."""
+        return f"k={self.k}"
+
+
+def by_density(density: Callable[[Tensor, Tensor], MFA]) -> nn.Module:
+    """The imputer that fills missing pixels with their mean under a density, differentiably.
+
+    Args:
+        density: any module or function ``(x, observed) -> MFA``.
+
+    Example:
+        >>> def density(x, observed):
+        ...     b, c, h, w = x.shape
+        ...     means, noise = torch.full((b, 1, c, h, w), 0.5), torch.ones(b, 1, c, h, w)
+        ...     return MFA(torch.zeros(b, 1), means, torch.zeros(b, 1, 0, c, h, w), noise).fix(x, observed)
+        >>> by_density(density)(torch.tensor([[[[2.0, float("nan")]]]]), torch.tensor([[[[True, False]]]]))
+        tensor([[[[2.0000, 0.5000]]]])
+    """
+    return _ByDensity(density)
+
+
+class _ByDensity(nn.Module):
+    def __init__(self, density: Callable[[Tensor, Tensor], MFA]) -> None:
+        super().__init__()
+        if not callable(density):
+            raise TypeError(f"density must be a module or function (x, observed) -> MFA, got {describe(density)}")
+        self.density = density
+
+    def forward(self, x: Tensor, observed: Tensor) -> Tensor:
+        observed = _check(x, observed)
+        x = torch.where(observed, x, 0)  # so that even a careless density reads nothing hidden
+        p = self.density(x, observed)
+        if not isinstance(p, MFA):
+            raise TypeError(f"density must return an MFA, got {describe(p)}")
+        return torch.where(observed, x, p.mean)
+
+
+# Mean ----------------------------------------------------------------------------------------------------------------
+
+
+def _check(x: Tensor, observed: Tensor) -> Tensor:
+    check_images("x", x)
+    observed = check_observed("observed", observed, x)
+    check_seen_finite("x", x, observed)
+    return observed
+
+
+def _pixel_means(x: Tensor, observed: Tensor) -> Tensor:
+    """(C, H, W) in float64, with a value for pixels and channels that were never seen."""
+    count = observed.expand(x.shape).sum(0)  # (C, H, W)
+    total = torch.where(observed, x, 0).sum(0, dtype=torch.float64)
+    if not count.any():
+        raise ValueError("observed must be True for at least one pixel of the fitted images, got none")
+    everything = total.sum() / count.sum()
+    in_channel, total_in_channel = count.sum((1, 2), keepdim=True), total.sum((1, 2), keepdim=True)
+    channel = torch.where(in_channel > 0, total_in_channel / in_channel, everything)
+    return torch.where(count > 0, total / count, channel)
+
+
+# Nearest neighbours --------------------------------------------------------------------------------------------------
+
+
+def _distances(x: Tensor, seen: Tensor, images: Tensor, images_seen: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared distances (Q, N) in float64, infinite without a common pixel, and the energy (Q, 1) of the images.
+
+    With both images zero where they are not seen, ``Σ_S (x − y)² = x²·seen_y + seen_x·y² − 2 x·y``. The differences
+    of large numbers in it lose few digits because the mean image is subtracted first.
+    """
+    planes = max(seen.shape[1], images_seen.shape[1])
+    x, x_square, x_seen = _prepare(x, seen, centre, planes)
+    distances = []
+    for rows in torch.arange(len(images), device=x.device).split(
+        _at_least_one(_WORK_BYTES / 2 / (64 * centre.numel()))
+    ):
+        y, y_square, y_seen = _prepare(images[rows], images_seen[rows], centre, planes)
+        square = x_square @ y_seen.T
+        square.addmm_(x_seen, y_square.T).addmm_(x, y.T, alpha=-2)
+        with torch.autocast(x.device.type, enabled=False):
+            common = x_seen.float() @ y_seen.float().T  # whole numbers below 2²⁴, exact in float32
+        square.mul_(x_seen.shape[1] / common)
+        distances.append(square.masked_fill_(common == 0, torch.inf).clamp_min_(0))
+    return torch.cat(distances, 1), x_square.sum(1, keepdim=True)
+
+
+def _prepare(x: Tensor, seen: Tensor, centre: Tensor, planes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Centred values (Q, C·H·W), their squares and what is seen of them, both (Q, planes·H·W); all zero where unseen.
+
+    Channels that are seen together share a plane, which makes three of the four products that much smaller.
+    """
+    centred = torch.where(seen, x.double() - centre, 0)
+    square = centred.square().unflatten(1, (planes, -1)).sum(2)
+    return centred.flatten(1), square.flatten(1), seen.expand(-1, planes, -1, -1).flatten(1).double()
+
+
+def _order(distances: Tensor, energy: Tensor) -> Tensor:
+    """Whole numbers (Q, N) that sort like the distances; their last bits hold the number of the fitted image.
+
+    The bits of a non-negative float64 sort as an integer. Its last ones are rounding, different from one batch to the
+    next, and give way to the image's number: so equally near images come in the order they were fitted in. Rounding
+    is relative to the numbers that were subtracted, hence the energy that is added to all distances of an image.
+    """
+    bits = _index_bits(distances.shape[1])
+    keys = (distances + energy).abs().view(torch.int64)
+    keys = keys.add_(1 << (bits - 1)).bitwise_right_shift_(bits).bitwise_left_shift_(bits)
+    return keys.bitwise_or_(torch.arange(distances.shape[1], device=keys.device))
+
+
+def _index_bits(count: int) -> int:
+    return max(_NOISY_BITS, count.bit_length())
+
+
+def _donate(order: Tensor, seen: Tensor, images: Tensor, images_seen: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The mean of the k nearest donors of every missing pixel (Q, C, H, W), and where there is at least one donor.
+
+    Ever more of the nearest fitted images are asked, and only about the pixels that still have fewer than k donors.
+    """
+    infinity = torch.tensor(torch.inf, dtype=torch.float64).view(torch.int64).item()
+    index = (1 << _index_bits(order.shape[1])) - 1
+    count = torch.zeros(seen.flatten(1).shape, dtype=torch.int32, device=seen.device)  # (Q, n)
+    total = torch.zeros_like(count, dtype=torch.float64)
+    wanted = images_seen.sum(0).clamp_max(k).expand(seen.shape[1:]).flatten()  # (n,), all that can be had
+    rows, pixels = (~seen.flatten(1) & (wanted > 0)).nonzero(as_tuple=True)  # (P,) each
+    start, stop = 0, min(4 * k, order.shape[1])
+    while len(rows) and start < stop:
+        asking, place = rows.unique(return_inverse=True)
+        nearest = order[asking].topk(stop, largest=False).values[:, start:]  # (asking, m)
+        donors = torch.where(nearest < infinity, nearest & index, -1)
+        pieces = (t.split(_at_least_one(_PAIRS / (stop - start))) for t in (place, rows, pixels))
+        for piece, row, pixel in zip(*pieces, strict=True):
+            _ask(donors[piece], row, pixel, images.flatten(1), images_seen.flatten(1), k, count, total)
+        unfinished = count[rows, pixels] < wanted[pixels]
+        rows, pixels = rows[unfinished], pixels[unfinished]
+        start, stop = stop, min(2 * stop, order.shape[1])
+    return (total / count.clamp_min(1)).view(seen.shape), (count > 0).view(seen.shape)
+
+
+def _ask(
+    donors: Tensor, row: Tensor, pixel: Tensor, images: Tensor, seen: Tensor, k: int, count: Tensor, total: Tensor
+) -> None:
+    """Add to `count` and `total` what the next donors (P, m), nearest first and -1 for none, have of (P,) pixels."""
+    # One plane of `seen` may stand for all channels.
+    has = seen[donors, pixel.unsqueeze(1) % seen.shape[1]] & (donors >= 0)
+    before = count[row, pixel]
+    chosen = has & (before.unsqueeze(1) + has.cumsum(1, dtype=torch.int32) <= k)
+    values = images[donors, pixel.unsqueeze(1)].double()
+    total[row, pixel] += torch.where(chosen, values, 0).sum(1)
+    count[row, pixel] = before + chosen.sum(1, dtype=torch.int32)
+
+
+def _at_least_one(size: float) -> int:
+    return max(int(size), 1)

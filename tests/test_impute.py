@@ -1,0 +1,333 @@
+"""Imputers against scikit-learn's, and that what was not seen changes no bit."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from sklearn.impute import KNNImputer, SimpleImputer
+from torch import Tensor, nn
+
+from misconv import MFA, impute, missing
+from tests.reference import random_mfa
+
+POISON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "large": 1e30, "noise": None}
+IMPUTERS: dict[str, Callable[[Tensor, Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "zero": lambda x, observed: impute.zero,
+    "Mean": lambda x, observed: impute.Mean().fit(x, observed),
+    "KNN": lambda x, observed: impute.KNN(2).fit(x, observed),
+    "by_density": lambda x, observed: impute.by_density(prior),
+}
+
+
+def prior(x: Tensor, observed: Tensor) -> MFA:
+    return random_mfa(len(x), 2, 2, (x.shape[1], x.shape[2], x.shape[3])).condition(x, observed)
+
+
+def poisoned(x: Tensor, observed: Tensor, poison: str) -> Tensor:
+    value = POISON[poison]
+    return torch.where(observed, x, torch.randn_like(x) if value is None else value)
+
+
+def table(x: Tensor, observed: Tensor) -> np.ndarray:
+    """Rows of pixels with NaN for what is missing, as scikit-learn wants them."""
+    return torch.where(observed, x, math.nan).double().flatten(1).cpu().numpy()
+
+
+def agree(ours: Tensor, theirs: np.ndarray, tolerance: float) -> None:
+    torch.testing.assert_close(ours.flatten(1).double().cpu().numpy(), theirs, rtol=tolerance, atol=tolerance)
+
+
+def exact(dtype: torch.dtype) -> float:
+    return 1e-9 if dtype == torch.float64 else 1e-5
+
+
+# KNN -----------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150)
+@given(
+    fitted=st.integers(1, 40),
+    queries=st.integers(1, 9),
+    image=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4)),
+    k=st.integers(1, 12),
+    share=st.sampled_from([0.03, 0.1, 0.3, 0.5, 0.9]),
+    per_channel=st.tuples(st.booleans(), st.booleans()),
+    seed=st.integers(0, 999),
+)
+def test_knn_is_that_of_scikit_learn(
+    fitted: int,
+    queries: int,
+    image: tuple[int, int, int],
+    k: int,
+    share: float,
+    per_channel: tuple[bool, bool],
+    seed: int,
+) -> None:
+    """Few donors, none, no common pixels, more neighbours than images: all of them occur here."""
+    torch.manual_seed(seed)
+    channels, *size = image
+    x, y = torch.randn(fitted, *image, dtype=torch.float64) + 3, torch.randn(queries, *image, dtype=torch.float64) + 3
+    x_seen = torch.rand(fitted, channels if per_channel[0] else 1, *size) < share
+    y_seen = torch.rand(queries, channels if per_channel[1] else 1, *size) < share
+    known = x_seen.expand(x.shape).any(0).flatten()
+    if not known.any():
+        return
+    filled = impute.KNN(k).fit(x, x_seen)(y, y_seen)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of columns and rows that are all missing
+        expected = KNNImputer(n_neighbors=k, keep_empty_features=True).fit(table(x, x_seen)).transform(table(y, y_seen))
+    np.testing.assert_allclose(
+        filled.flatten(1)[:, known].cpu().numpy(), expected[:, known.cpu().numpy()], rtol=1e-9, atol=1e-9
+    )
+    # What scikit-learn leaves out has the value that `Mean` gives it.
+    mean = impute.Mean().fit(x, x_seen)(y, y_seen)
+    assert torch.equal(filled.flatten(1)[:, ~known], mean.flatten(1)[:, ~known])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("shape", ["square", "noise", "stripes"])
+def test_knn_on_images(shape: str, dtype: torch.dtype) -> None:
+    """Enough images and holes for several rounds of asking; large offsets do not cost digits."""
+    x = (torch.randn(300, 6) @ torch.randn(6, 144) + 0.1 * torch.randn(300, 144) + 1000).view(300, 1, 12, 12).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    observed = getattr(missing, shape)(300, 12, 12, fraction=0.25, generator=generator, device=x.device)
+    filled = impute.KNN().fit(x[:250], observed[:250])(x[250:], observed[250:])
+    assert filled.dtype == dtype
+    rows = table(x, observed)
+    agree(
+        filled,
+        KNNImputer(n_neighbors=5).fit(rows[:250]).transform(rows[250:]),
+        1e-9 if dtype == torch.float64 else 1e-6,
+    )
+
+
+def test_knn_of_the_fitted_images_themselves(dtype: torch.dtype) -> None:
+    x, observed = torch.randn(30, 2, 3, 3), torch.rand(30, 1, 3, 3) < 0.6
+    agree(
+        impute.KNN(3).fit(x, observed)(x, observed),
+        KNNImputer(n_neighbors=3).fit_transform(table(x, observed)),
+        exact(dtype),
+    )
+
+
+def test_chunks_and_batches_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, observed = torch.randn(60, 3, 5, 5), torch.rand(60, 3, 5, 5) < 0.4
+    knn = impute.KNN(4).fit(x[:40], observed[:40])
+    whole = knn(x[40:], observed[40:])
+    one_by_one = torch.cat([knn(x[i : i + 1], observed[i : i + 1]) for i in range(40, 60)])
+    assert torch.equal(whole, one_by_one)
+    for size in (1, 50_000, 200_000):
+        monkeypatch.setattr(impute, "_WORK_BYTES", size)
+        monkeypatch.setattr(impute, "_PAIRS", 7 * size)
+        assert torch.equal(knn(x[40:], observed[40:]), whole)
+
+
+def nearest_first(x: Tensor, seen: Tensor, y: Tensor, y_seen: Tensor, k: int) -> Tensor:
+    """The obvious form, pixel by pixel; of equally near images the first counts as nearer."""
+    filled = y.clone()
+    for q in range(len(y)):
+        common = seen & y_seen[q]
+        square = torch.where(common, x - y[q], 0).square().sum((1, 2, 3)) * y[q].numel() / common.sum((1, 2, 3))
+        order = square.round(decimals=9).nan_to_num(math.inf).argsort(stable=True)
+        for place in (~y_seen[q]).nonzero():
+            c, i, j = place.tolist()
+            donors = [x[n, c, i, j] for n in order.tolist() if seen[n, c, i, j] and not square[n].isnan()][:k]
+            filled[q, c, i, j] = torch.stack(donors).mean()
+    return filled
+
+
+def test_ties_go_to_the_image_fitted_first(dtype: torch.dtype) -> None:
+    """Black and white images are full of ties, and an image may be there twice."""
+    x, seen = (torch.rand(80, 1, 3, 4) < 0.5).to(dtype), torch.rand(80, 1, 3, 4) < 0.7
+    x[40:60], seen[40:60] = x[:20], seen[:20]
+    y, y_seen = (torch.rand(30, 1, 3, 4) < 0.5).to(dtype), torch.rand(30, 1, 3, 4) < 0.7
+    expected = nearest_first(x, seen, y, y_seen, 3)
+    torch.testing.assert_close(impute.KNN(3).fit(x, seen)(y, y_seen), expected)
+
+
+def test_more_neighbours_than_images(dtype: torch.dtype) -> None:
+    x, observed = torch.randn(4, 1, 2, 2), torch.ones(4, 1, 2, 2, dtype=torch.bool)
+    less = observed[:1].clone()
+    less[..., 0, 0] = False
+    filled = impute.KNN(100).fit(x, observed)(x[:1], less)
+    torch.testing.assert_close(filled[0, 0, 0, 0], x[:, 0, 0, 0].mean())
+
+
+def test_without_a_common_pixel_it_is_the_mean() -> None:
+    x = torch.randn(6, 1, 1, 4)
+    left = torch.tensor([True, True, False, False]).view(1, 1, 1, 4)
+    knn, mean = impute.KNN(2).fit(x, (~left).expand(x.shape)), impute.Mean().fit(x, (~left).expand(x.shape))
+    assert torch.equal(knn(x[:1], left), mean(x[:1], left))
+    nothing = torch.zeros(1, 1, 1, 4, dtype=torch.bool)
+    assert torch.equal(knn(x[:1], nothing), mean(x[:1], nothing))
+
+
+def test_knn_inside_autocast() -> None:
+    x, observed = torch.randn(20, 3, 4, 4), torch.rand(20, 1, 4, 4) < 0.6
+    knn = impute.KNN(3).fit(x, observed)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        inside = knn(x, observed)
+    assert torch.equal(inside, knn(x, observed))
+
+
+# Mean and zero -------------------------------------------------------------------------------------------------------
+
+
+@given(fitted=st.integers(1, 12), channels=st.integers(1, 3), share=st.floats(0.1, 1), seed=st.integers(0, 99))
+def test_mean_is_that_of_scikit_learn(fitted: int, channels: int, share: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    x, observed = torch.randn(fitted, channels, 3, 2), torch.rand(fitted, channels, 3, 2) < share
+    known = observed.any(0).flatten()
+    if not known.any():
+        return
+    filled = impute.Mean().fit(x, observed)(x, observed).flatten(1)[:, known]
+    rows = table(x, observed)[:, known.cpu().numpy()]
+    agree(filled, SimpleImputer().fit_transform(rows), exact(x.dtype))
+
+
+def test_a_pixel_or_a_channel_never_seen() -> None:
+    x = torch.arange(1.0, 9.0).view(1, 2, 2, 2)
+    observed = torch.tensor([True, True, False, False] + 4 * [False]).view(1, 2, 2, 2)
+    for imputer in (impute.Mean(), impute.KNN()):
+        filled = imputer.fit(x, observed)(x, observed)
+        assert filled.flatten().tolist() == [1, 2, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5]
+    x = torch.tensor([1.0, 2.0, 30.0, 50.0, 0.0, 0.0]).view(1, 3, 1, 2)
+    observed = torch.tensor([True, False, True, True, False, False]).view(1, 3, 1, 2)
+    assert impute.Mean().fit(x, observed)(x, observed).flatten().tolist() == [1, 1, 30, 50, 27, 27]
+
+
+def test_means_are_summed_in_float64() -> None:
+    x = torch.full((20_000, 1, 1, 1), 0.1, dtype=torch.float32)
+    observed = torch.ones_like(x, dtype=torch.bool)
+    x = torch.cat([x, torch.tensor([1e8, -1e8], dtype=torch.float32).view(2, 1, 1, 1)])
+    observed = torch.ones_like(x, dtype=torch.bool)
+    torch.testing.assert_close(impute.Mean().fit(x, observed).mean.item(), 0.1 * 20_000 / 20_002, rtol=1e-6, atol=0)
+
+
+def test_zero() -> None:
+    x, observed = torch.randn(2, 3, 4, 4), torch.rand(2, 1, 4, 4) < 0.5
+    assert torch.equal(impute.zero(x, observed), x * observed)
+
+
+# All imputers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", IMPUTERS)
+@pytest.mark.parametrize("planes", [1, 3])
+@pytest.mark.parametrize("poison", POISON)
+def test_hidden_values_change_no_bit(name: str, planes: int, poison: str) -> None:
+    x, observed = torch.randn(12, 3, 4, 4), torch.rand(12, planes, 4, 4) < 0.5
+    clean, other = IMPUTERS[name](x[:8], observed[:8]), IMPUTERS[name](poisoned(x, observed, poison)[:8], observed[:8])
+    expected, filled = clean(x[8:], observed[8:]), other(poisoned(x, observed, poison)[8:], observed[8:])
+    assert torch.equal(expected, filled)
+    assert filled.isfinite().all()
+    for mine, theirs in zip(state(clean), state(other), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def state(imputer: object) -> list[Tensor]:
+    return list(imputer.state_dict().values()) if isinstance(imputer, nn.Module) else []
+
+
+@pytest.mark.parametrize("name", IMPUTERS)
+def test_observed_pixels_and_complete_images_come_back_unchanged(name: str, dtype: torch.dtype) -> None:
+    x, observed = torch.randn(12, 3, 4, 4), torch.rand(12, 1, 4, 4) < 0.5
+    x[0, 0, 0, 0] = -0.0
+    observed[:4] = True
+    imputer = IMPUTERS[name](x, observed)
+    filled = imputer(x, observed)
+    assert filled.shape == x.shape
+    assert filled.dtype == dtype
+    seen = observed.expand(x.shape)
+    assert torch.equal(filled[seen], x[seen])
+    assert filled[0, 0, 0, 0].signbit()
+    assert torch.equal(imputer(x[:4], observed[:4]), x[:4])
+    given_back = x.clone()
+    imputer(x, observed)
+    assert torch.equal(x, given_back)  # nothing happens in place
+
+
+@pytest.mark.parametrize("imputer", [impute.Mean(), impute.KNN(2)], ids=["Mean", "KNN"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_result_has_the_type_of_the_images(imputer: nn.Module, dtype: torch.dtype) -> None:
+    x, observed = torch.randn(6, 1, 3, 3), torch.rand(6, 1, 3, 3) < 0.6
+    filled = imputer.fit(x, observed)(x.to(dtype).requires_grad_(), observed)  # type: ignore[operator]
+    assert filled.dtype == dtype
+    assert not filled.requires_grad
+
+
+@pytest.mark.parametrize("make", [impute.Mean, impute.KNN])
+def test_fitted_imputers_pass_through_state_dicts(make: Callable[[], impute.Mean | impute.KNN]) -> None:
+    x, observed = torch.randn(7, 2, 3, 3), torch.rand(7, 1, 3, 3) < 0.6
+    first = make().fit(x, observed)
+    second = nn.Sequential(make())
+    second.load_state_dict({f"0.{name}": value for name, value in first.state_dict().items()})
+    assert torch.equal(first(x, observed), second[0](x, observed))
+    assert not list(first.parameters())
+
+
+def test_by_density_has_gradients_and_its_parameters() -> None:
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor, observed: Tensor) -> MFA:
+            p = random_mfa(len(x), 2, 1, (1, 3, 3))
+            return MFA(p.logits, p.means + self.shift, p.factors, p.noise)  # pins nothing
+
+    imputer = impute.by_density(Shift())
+    x, observed = torch.randn(2, 1, 3, 3), torch.rand(2, 1, 3, 3) < 0.5
+    filled = imputer(x, observed)
+    assert torch.equal(filled[observed], x[observed])
+    (slope,) = torch.autograd.grad(filled.sum(), list(imputer.parameters()))
+    torch.testing.assert_close(slope, (~observed).sum().to(slope))
+
+
+def test_bad_arguments() -> None:
+    x, observed = torch.randn(4, 2, 3, 3), torch.rand(4, 1, 3, 3) < 0.5
+    for k in (0, -1, 2.0, True, "5", None):
+        with pytest.raises(ValueError, match="k must be an integer of at least 1, got"):
+            impute.KNN(k)  # type: ignore[arg-type]
+    for name in ("Mean", "KNN"):
+        imputer = getattr(impute, name)()
+        with pytest.raises(RuntimeError, match=rf"{name} must be fitted before use: call .fit\(x, observed\) first"):
+            imputer(x, observed)
+        with pytest.raises(
+            ValueError, match="observed must be True for at least one pixel of the fitted images, got none"
+        ):
+            imputer.fit(x, torch.zeros_like(observed))
+        imputer.fit(x, observed)
+        with pytest.raises(
+            ValueError, match=r"x must have the shape \(B, 2, 3, 3\) and the device .* got .* \(4, 1, 3, 3\)"
+        ):
+            imputer(x[:, :1], observed)
+    with pytest.raises(TypeError, match=r"density must be a module or function \(x, observed\) -> MFA, got 3"):
+        impute.by_density(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="density must return an MFA, got a"):
+        impute.by_density(lambda x, observed: x)(x, observed)  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize("name", IMPUTERS)
+def test_bad_images(name: str) -> None:
+    x, observed = torch.randn(4, 2, 3, 3), torch.rand(4, 1, 3, 3) < 0.5
+    imputer = IMPUTERS[name](x, observed)
+    with pytest.raises(TypeError, match="x must be a floating-point image"):
+        imputer(x.int(), observed)
+    with pytest.raises(
+        ValueError, match=r"observed must have shape \(4, 1, 3, 3\) or \(4, 2, 3, 3\) to fit the images, got"
+    ):
+        imputer(x, observed[:2])
+    x[observed.expand(x.shape)] = math.inf
+    with pytest.raises(ValueError, match="x must be finite wherever it is observed, got inf"):
+        imputer(x, observed)
+    if name in ("Mean", "KNN"):
+        with pytest.raises(ValueError, match="x must be finite wherever it is observed, got inf"):
+            IMPUTERS[name](x, observed)

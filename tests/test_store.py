@@ -1,0 +1,732 @@
+"""What is saved comes back; what is damaged, foreign or hostile is refused; the old file outlives every failure."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import stat
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import misconv
+from misconv import MFA, MisConv2d, PartialConv2d, impute, store
+from tests.reference import random_mfa
+
+IMAGE = (3, 6, 6)
+
+
+class Own(nn.Module):
+    """A class of the user, which no file can name."""
+
+    def __init__(self, width: int = 2) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, 3)
+
+
+def fitted(imputer: Any) -> nn.Module:
+    made: nn.Module = imputer.fit(torch.randn(5, *IMAGE), torch.rand(5, 1, 6, 6) < 0.6)
+    return made
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(
+        MisConv2d(3, 8, 3, padding=1, norm=nn.BatchNorm2d(8)),
+        nn.MaxPool2d(2, 2),
+        nn.Conv2d(8, 4, (3, 1), padding="same", bias=False, padding_mode="reflect"),
+        nn.BatchNorm2d(4, affine=False, momentum=None),
+        nn.Sequential(nn.PReLU(4, init=0.1), nn.Dropout(0.3)),
+        nn.Flatten(),
+        nn.Sequential(),
+        nn.LayerNorm(36),
+        nn.Linear(36, 10),
+    )
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "MisConv2d": lambda: MisConv2d(3, 4, 3, 2, padding=1, groups=1, bias=False),
+    "MisConv2d with a norm": lambda: MisConv2d(3, 4, 3, norm=nn.BatchNorm2d(4, eps=1e-3), activation="gelu"),
+    "MisConv2d with slopes": lambda: MisConv2d(3, 4, 3, padding="same", dilation=2, activation=nn.PReLU(4, 0.3)),
+    "MisConv2d with a function": lambda: MisConv2d(3, 4, 3, activation=F.silu),
+    "MisConv2d with a builtin": lambda: MisConv2d(3, 4, 3, activation=torch.sin),
+    "PartialConv2d": lambda: PartialConv2d(3, 4, (3, 1), stride=(1, 2), bias=False),
+    "Mean": lambda: fitted(impute.Mean()),
+    "KNN": lambda: fitted(impute.KNN(3)),
+    "KNN without images": lambda: impute.KNN(7),
+    "network": network,
+    "lists": lambda: nn.ModuleList([nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.GELU("tanh")}), nn.Upsample(None, 2)]),
+    "named": lambda: nn.Sequential(
+        nn.modules.container.OrderedDict(first=nn.ConvTranspose2d(3, 4, 2), then=nn.ELU(0.5))
+    ),
+    "no tensors": lambda: nn.Sequential(nn.ReLU()),
+}
+
+
+def apply(model: nn.Module) -> Tensor | None:
+    """What the model makes of some images, where we know how to ask."""
+    torch.manual_seed(1)
+    x, observed = torch.randn(2, *IMAGE), torch.rand(2, 1, 6, 6) < 0.5
+    if isinstance(model, PartialConv2d | impute.Mean) or (isinstance(model, impute.KNN) and model.images.numel()):
+        return model(x, observed)
+    takes_density = isinstance(model, MisConv2d) or (
+        isinstance(model, nn.Sequential) and isinstance(model[0], MisConv2d)
+    )
+    return model(random_mfa(2, 2, 2, IMAGE, observed)) if takes_density else None
+
+
+def same_state(first: nn.Module, second: nn.Module) -> None:
+    mine, theirs = first.state_dict(), second.state_dict()
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        assert mine[name].dtype == theirs[name].dtype
+        assert torch.equal(mine[name].cpu(), theirs[name].cpu()), name
+
+
+# There and back ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_comes_back(name: str, tmp_path: Path) -> None:
+    model = MODELS[name]().eval()
+    chance = torch.get_rng_state()
+    store.save(model, tmp_path / "model")
+    loaded = store.load(str(tmp_path / "model"))
+    assert torch.equal(torch.get_rng_state(), chance)  # loading draws no random numbers of the caller
+    assert repr(loaded) == repr(model)
+    assert [type(part) for part in loaded.modules()] == [type(part) for part in model.modules()]
+    same_state(model, loaded)
+    result = apply(model)
+    again = apply(loaded.to(torch.get_default_device()))
+    assert again is None if result is None else torch.equal(again, result)
+    assert list(tmp_path.iterdir()) == [tmp_path / "model"]
+
+
+def test_modes_types_and_frozen_parameters_come_back(tmp_path: Path) -> None:
+    model = network()
+    model[3].eval()
+    model[2].requires_grad_(False)
+    model[8].to(torch.bfloat16)
+    model[0].norm.half().requires_grad_(False)
+    for target in (None, network().eval()):
+        store.save(model, tmp_path / "model")
+        loaded = store.load(tmp_path / "model", into=target)
+        assert target is None or loaded is target
+        same_state(model, loaded)
+        assert [p.requires_grad for p in loaded.parameters()] == [p.requires_grad for p in model.parameters()]
+        assert [part.training for part in loaded.modules()] == [part.training for part in model.modules()]
+        assert loaded[8].weight.dtype == torch.bfloat16
+
+
+def test_into_a_model_of_any_class(tmp_path: Path) -> None:
+    model, other = torchvision.models.resnet18(num_classes=3), torchvision.models.resnet18(num_classes=3)
+    parameters = list(other.parameters())
+    store.save(model, tmp_path / "model")
+    store.load(tmp_path / "model", into=other)
+    same_state(model, other)
+    assert all(a is b for a, b in zip(parameters, other.parameters(), strict=True))  # an optimizer still holds them
+    with pytest.raises(
+        ValueError,
+        match=r"does not say how to build torchvision.models.resnet.ResNet; build the model yourself and call misconv.load\(path, into=model\)",
+    ):
+        store.load(tmp_path / "model")
+
+
+def test_an_imputer_into_one_without_images(tmp_path: Path) -> None:
+    model = nn.Sequential(fitted(impute.KNN(3)))
+    store.save(model, tmp_path / "model")
+    loaded = store.load(tmp_path / "model", into=nn.Sequential(impute.KNN(3)))
+    same_state(model, loaded)
+
+
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[2].weight = model[0].weight
+    model.append(model[3])  # the same module twice
+    store.save(model, tmp_path / "model")
+    assert len(load_file(tmp_path / "model")) == 8  # of 13 names
+    loaded = store.load(tmp_path / "model")
+    same_state(model, loaded)
+    assert isinstance(loaded, nn.Sequential)
+    assert loaded[0].weight is loaded[2].weight
+    assert loaded[3].running_mean is loaded[4].running_mean
+    assert len(list(loaded.parameters())) == len(list(model.parameters()))
+    # Into a model that ties nothing the values go twice, into one that ties what differs they do not go at all.
+    apart = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    same_state(store.load(tmp_path / "model", into=apart), model)
+    apart[2].weight.data.add_(1)
+    store.save(apart, tmp_path / "model")
+    with pytest.raises(ValueError, match="2.weight is the same as 0.weight in the model but not in the file"):
+        store.load(tmp_path / "model", into=model)
+
+
+def test_tensors_that_share_memory(tmp_path: Path) -> None:
+    base = torch.arange(12.0).view(3, 4)
+    tensors = {
+        "a": base,
+        "same": base,
+        "view": base[1:],
+        "turned": base.T,
+        "alike": base.view(3, 4),
+        "none": base[:0],
+        "nothing": base[:0],
+    }
+    store.write(tmp_path / "file", tensors, {"epoch": 3})
+    back, metadata = store.read(tmp_path / "file")
+    assert metadata == {"epoch": 3}
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(back[name], tensor.cpu())
+    assert back["same"] is back["a"]
+    assert back["alike"] is back["a"]
+    assert back["none"] is not back["nothing"]
+    back["view"][0, 0] = -1  # no memory in common
+    assert back["a"][1, 0] == 4
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
+)
+def test_types_of_tensors(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensor = torch.randint(0, 2, (3, 5)).to(dtype)
+    store.write(tmp_path / "file", {"t": tensor, "scalar": tensor[0, 0], "empty": tensor[:0]}, {})
+    back, _ = store.read(tmp_path / "file")
+    assert back["t"].dtype == dtype
+    assert torch.equal(back["t"], tensor.cpu())
+    assert back["scalar"].shape == ()
+    assert back["empty"].shape == (0, 5)
+
+
+def test_the_file_is_open_to_everyone(tmp_path: Path) -> None:
+    """Any safetensors reader gets the tensors, any JSON reader the description."""
+    store.save(nn.Linear(2, 3), tmp_path / "model")
+    data = (tmp_path / "model").read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    description = json.loads(header["__metadata__"]["misconv"])
+    assert description["format"] == 1
+    assert description["misconv"] == misconv.__version__
+    assert description["content"]["model"] == {
+        "class": "torch.nn.Linear",
+        "arguments": {"in_features": 2, "out_features": 3, "bias": True},
+    }
+    assert load_file(tmp_path / "model").keys() == {"weight", "bias"}
+
+
+# What cannot be described --------------------------------------------------------------------------------------------
+
+
+def square_root(x: Tensor) -> Tensor:
+    return x.abs().sqrt()
+
+
+@pytest.mark.parametrize(
+    ("model", "culprit"),
+    [
+        (lambda: Own(), "test_store.Own"),
+        (lambda: nn.Sequential(nn.Linear(1, 1), Own()), "test_store.Own"),
+        (lambda: MisConv2d(3, 4, 3, activation=square_root), "test_store.square_root"),
+        (lambda: nn.LSTM(2, 3), "torch.nn.LSTM"),  # does not keep its arguments under their names
+        (lambda: nn.MultiheadAttention(4, 2, bias=False), "torch.nn.MultiheadAttention"),
+        (lambda: nn.CrossEntropyLoss(torch.ones(3)), "torch.nn.CrossEntropyLoss"),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), "ParametrizedLinear"),
+    ],
+)
+def test_other_classes_need_a_model(model: Callable[[], nn.Module], culprit: str, tmp_path: Path) -> None:
+    first, second = model(), model()
+    store.save(first, tmp_path / "model")
+    with pytest.raises(
+        ValueError,
+        match=rf"cannot load .*model: the file does not say how to build .*{culprit}; build the model yourself",
+    ):
+        store.load(tmp_path / "model")
+    same_state(store.load(tmp_path / "model", into=second), first)
+
+
+def test_a_class_of_the_same_name_is_not_ours(tmp_path: Path) -> None:
+    class MisConv2d(nn.Conv2d):
+        pass
+
+    class Linear(nn.Linear):
+        pass
+
+    for model in (MisConv2d(3, 4, 3), Linear(2, 3)):
+        store.save(model, tmp_path / "model")
+        with pytest.raises(ValueError, match="the file does not say how to build .*locals"):
+            store.load(tmp_path / "model")
+
+
+def test_a_mismatch_leaves_the_model_untouched(tmp_path: Path) -> None:
+    store.save(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4), nn.PReLU()), tmp_path / "model")
+    other = nn.Sequential(nn.Linear(2, 3), nn.Linear(5, 4), nn.ReLU(), nn.Linear(1, 1, bias=False)).eval()
+    other[1].bias.requires_grad_(False)
+    before = copy.deepcopy(other)
+    with pytest.raises(ValueError, match="the file does not fit the model") as caught:
+        store.load(tmp_path / "model", into=other)
+    for part in (
+        f"cannot load {tmp_path / 'model'}: the file does not fit the model",
+        "missing in the file: 3.weight",
+        "unexpected in the file: 2.weight",
+        "1.weight has shape (4, 3) in the file and (4, 5) in the model",
+        "nothing was loaded",
+    ):
+        assert part in str(caught.value)
+    same_state(before, other)
+    assert not other.training
+    assert not other[1].bias.requires_grad
+    store.write(
+        tmp_path / "model",
+        {"weight": torch.ones(3, 2, dtype=torch.int64)},
+        {"model": None, "frozen": [], "evaluating": []},
+    )
+    with pytest.raises(ValueError, match="weight has type torch.int64 in the file and torch.float"):
+        store.load(tmp_path / "model", into=nn.Linear(2, 3, bias=False))
+    with pytest.raises(ValueError, match="without values in the model: weight"):
+        store.load(tmp_path / "model", into=nn.Linear(2, 3, bias=False, device="meta"))
+
+
+def test_what_has_no_values_is_refused(tmp_path: Path) -> None:
+    for model, message in (
+        (nn.LazyLinear(3), "weight has no shape yet; call the model once before it is saved"),
+        (
+            nn.Linear(2, 3, device="meta"),
+            "weight must be an ordinary tensor with values in memory to be stored, got a .* on meta",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            store.save(model, tmp_path / "model")
+    with pytest.raises(ValueError, match="sparse must be an ordinary tensor .* of layout sparse_coo"):
+        store.write(tmp_path / "model", {"sparse": torch.eye(2).to_sparse()}, {})
+    with pytest.raises(TypeError, match="epoch must be a tensor to be stored, got 3"):
+        store.write(tmp_path / "model", {"epoch": 3}, {})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="metadata must hold only what JSON can say, got dict: .*Tensor"):
+        store.write(tmp_path / "model", {}, {"t": torch.ones(1)})
+    with pytest.raises(ValueError, match="cannot write .*model: safetensors cannot store these tensors"):
+        store.write(tmp_path / "model", {"t": torch.ones(1, dtype=torch.complex128)}, {})
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got 'net'"):
+        store.save("net", tmp_path / "model")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"into must be a torch.nn.Module or None, got <class"):
+        store.load(tmp_path / "model", into=nn.Linear)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("step", ["open", "fsync", "replace"])
+@pytest.mark.parametrize("failure", [full_disk, interrupted])
+def test_a_failed_write_keeps_the_old_file(
+    step: str, failure: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model"
+    store.save(nn.Linear(2, 3), path)
+    before = path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, failure)
+        with pytest.raises((OSError, KeyboardInterrupt)) as caught:
+            store.save(nn.Linear(20, 30), path)
+    if failure is full_disk:
+        assert f"cannot write {path}: No space left on device; what was there is untouched" in str(caught.value)
+        assert isinstance(caught.value, OSError)
+        assert caught.value.errno == 28
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits of processes")
+def test_a_disk_that_fills_up_while_writing(tmp_path: Path) -> None:
+    """For real: a limit on the size of files stops the write half-way."""
+    path = tmp_path / "report"
+    path.write_bytes(b"old")
+    code = (
+        "import resource, sys; from misconv.store import write_bytes\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "try: write_bytes(sys.argv[1], bytes(10_000_000))\n"
+        "except OSError as error: print(error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    assert f"cannot write {path}: File too large; what was there is untouched" in result.stdout
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError, match=r"cannot write .*model: there is no folder .*nowhere; create it first"):
+        store.save(nn.Linear(2, 3), tmp_path / "nowhere" / "model")
+    with pytest.raises(IsADirectoryError, match=r"cannot write .*: it is a folder; name a file"):
+        store.save(nn.Linear(2, 3), tmp_path)
+
+    def denied(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", denied)
+    with pytest.raises(PermissionError, match=r"cannot write .*model: Permission denied; what was there is untouched"):
+        store.save(nn.Linear(2, 3), tmp_path / "model")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links and permissions")
+def test_permissions_and_links_stay(tmp_path: Path) -> None:
+    path, link = tmp_path / "model", tmp_path / "link"
+    ordinary = tmp_path / "ordinary"
+    ordinary.touch()
+    store.write_bytes(path, b"first")
+    assert path.read_bytes() == b"first"
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(ordinary.stat().st_mode)
+    path.chmod(0o640)
+    link.symlink_to(path)
+    store.write_bytes(link, b"second")
+    assert link.is_symlink()
+    assert path.read_bytes() == b"second"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    store.write_bytes(tmp_path / ("n" * 255), b"a name as long as they can be")
+
+
+# A process that forks writers and kills them; it alone imports torch, which takes longer than all the rest.
+KILLER = """
+import os, signal, sys, time, torch
+from misconv import store
+torch.set_num_threads(1)
+path, seen = sys.argv[1], []
+
+def write_on():
+    value = seen[-1] if seen else 0
+    while True:
+        value += 1
+        store.write(path, {"t": torch.full((200_000,), float(value))}, {"value": value})
+
+for kill in range(25):
+    child = os.fork()
+    if not child:
+        write_on()
+    while not os.path.exists(path):
+        time.sleep(0.001)
+    time.sleep(0.002 + 0.0013 * kill)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    tensors, metadata = store.read(path)
+    assert tensors["t"].shape == (200_000,) and (tensors["t"] == metadata["value"]).all()
+    seen.append(metadata["value"])
+print(len(set(seen)))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_killed_process_leaves_a_whole_file(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLER, str(tmp_path / "state")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) > 5  # there was writing between the kills
+
+
+# Reading what should not be read -------------------------------------------------------------------------------------
+
+
+def test_files_that_are_no_models(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    with pytest.raises(FileNotFoundError, match=r"cannot load .*model: there is no such file; check the name"):
+        store.load(path)
+    with pytest.raises(OSError, match=r"cannot load .*: Is a directory"):
+        store.load(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(256, (5000,), generator=generator, device="cpu").to(torch.uint8).numpy().tobytes()
+    for data in (
+        b"",
+        b"abc",
+        b"epoch,loss\n" * 100,
+        b"\x89PNG\r\n\x1a\n" + bytes(500),
+        noise,
+        b"\xff" * 100,
+        bytes(100),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(
+            ValueError,
+            match=r"cannot load .*model: this is not a file of misconv; give one that misconv.save has written",
+        ):
+            store.load(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("data.npy", b"")
+    with pytest.raises(ValueError, match="this is not a file of misconv"):
+        store.load(path)
+    save_file({"weight": torch.ones(2, device="cpu")}, path)
+    with pytest.raises(
+        ValueError,
+        match=r"cannot load .*model: this safetensors file was not written by misconv; load its tensors with safetensors.torch.load_file",
+    ):
+        store.load(path)
+    store.write(path, {}, {"epoch": 3})
+    with pytest.raises(ValueError, match="holds no model but something else that misconv has stored"):
+        store.load(path)
+
+
+def test_pickles_are_never_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    state = nn.Linear(2, 3).state_dict()
+    torch.save(state, path)
+    made = [path.read_bytes(), pickle.dumps(Bomb(tmp_path / "exploded")), pickle.dumps({"a": 1}, protocol=2)]
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+    for data in [*made, path.read_bytes()]:
+        path.write_bytes(data)
+        with pytest.raises(
+            ValueError,
+            match=r"cannot load .*model: this is a pickle, as torch.save writes it, and misconv never loads pickles",
+        ):
+            store.load(path)
+    assert not (tmp_path / "exploded").exists()
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_truncated_and_damaged_files(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    store.save(nn.Linear(20, 30), path)
+    whole = path.read_bytes()
+    for size in (9, 20, 300, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"cannot load .*model: the file is damaged or cut short; copy it again"):
+            store.load(path)
+    path.write_bytes(whole + b"more")
+    with pytest.raises(ValueError, match="damaged or cut short"):
+        store.load(path)
+    path.write_bytes(whole.replace(b"data_offsets", b"data_offsetz"))
+    with pytest.raises(ValueError, match="damaged or cut short"):
+        store.load(path)
+
+
+def with_header(path: Path, header: object, tensors: dict[str, Tensor] | None = None) -> Path:
+    text = header if isinstance(header, str) else json.dumps(header)
+    save_file(tensors or {}, path, {"misconv": text})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (
+            {"format": 2, "misconv": "9.1", "aliases": {}, "content": {}},
+            "it has format 2, written by misconv 9.1, and this misconv reads formats up to 1; install a newer misconv",
+        ),
+        ({"format": 10**30, "content": 3}, "install a newer misconv"),
+        ({"format": "1"}, "its description is broken, the format must be a number from 1 on"),
+        ({"format": True}, "the format must be a number from 1 on"),
+        ({"format": 0}, "the format must be a number from 1 on"),
+        ([], "the format must be a number from 1 on"),
+        ({"format": 1}, "its description is broken, the aliases or the content are missing"),
+        ({"format": 1, "aliases": [], "content": {}}, "the aliases or the content are missing"),
+        (
+            {"format": 1, "aliases": {"a": "b"}, "content": {}},
+            "its description is broken, the aliases do not fit the tensors",
+        ),
+        ({"format": 1, "aliases": {"a": ["t"]}, "content": {}}, "the aliases do not fit the tensors"),
+        ({"format": 1, "aliases": {"t": "t"}, "content": {}}, "the aliases do not fit the tensors"),
+        ("{'format': 1}", "its description is broken, JSONDecodeError"),
+        ("[" * 200_000, "its description is broken, RecursionError"),
+        ("9" * 10_000, "its description is broken, ValueError"),
+        ("", "its description is broken, JSONDecodeError"),
+    ],
+)
+def test_broken_headers(header: object, message: str, tmp_path: Path) -> None:
+    path = with_header(tmp_path / "model", header, {"t": torch.ones(1, device="cpu")})
+    with pytest.raises(
+        ValueError, match=f"cannot load .*model: {message}" if message.startswith(("it has", "its")) else message
+    ):
+        store.load(path)
+
+
+LINEAR = {"class": "torch.nn.Linear", "arguments": {"in_features": 2, "out_features": 3}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    description: dict[str, Any] = LINEAR
+    for _ in range(depth):
+        description = {"class": "torch.nn.Sequential", "children": {"0": description}}
+    return description
+
+
+def conv(**arguments: object) -> dict[str, Any]:
+    return {
+        "class": "misconv.MisConv2d",
+        "arguments": {"in_channels": 1, "out_channels": 2, "kernel_size": 3, **arguments},
+    }
+
+
+HOSTILE = [
+    *(
+        (
+            {"class": name, "arguments": {"command": "touch exploded"}},
+            "which is neither a layer of torch.nn nor of this misconv",
+        )
+        for name in (
+            "os.system",
+            "builtins.eval",
+            "eval",
+            "",
+            "torch.nn.",
+            "torch.load",
+            "torch.nn.init",
+            "torch.nn.Parameter",
+            "torch.nn.functional.relu",
+            "torch.nn.modules.linear.Linear",
+            "torch.nn.DataParallel",
+            "torch.nn.utils.parametrize.torch.os.system",
+            "torch.nn.__builtins__",
+            "torch.nn.NoSuchLayer",
+            "misconv.store.write_bytes",
+            "misconv.MFA",
+            "misconv.store",
+            "misconv.__class__",
+            "../../evil.Layer",
+        )
+    ),
+    (None, "its description is broken, a module must have a class, got None"),
+    ([LINEAR], "a module must have a class"),
+    ("torch.nn.Linear", "a module must have a class"),
+    ({"class": ["torch.nn.Linear"], "arguments": {}}, "a module must have a class"),
+    (
+        {"class": "torch.nn.Linear", "arguments": [2, 3]},
+        "its description is broken, torch.nn.Linear must have arguments",
+    ),
+    ({"class": "torch.nn.Linear", "children": {}}, "torch.nn.Linear must have arguments"),
+    ({"class": "torch.nn.Sequential", "children": [LINEAR]}, "torch.nn.Sequential must have arguments"),
+    ({"class": "torch.nn.Sequential", "children": {"a.b": LINEAR}}, "Sequential refuses its arguments"),
+    ({"class": "torch.nn.Sequential", "children": {"forward": LINEAR}}, "Sequential refuses its arguments"),
+    (
+        {"class": "torch.nn.Linear", "arguments": {"in_features": "two", "out_features": 3}},
+        "its description is broken, Linear refuses its arguments",
+    ),
+    ({"class": "torch.nn.Linear", "arguments": {"in_features": 2}}, "Linear refuses its arguments: .*out_features"),
+    ({"class": "torch.nn.Linear", "arguments": {"in_features": -2, "out_features": 3}}, "Linear refuses its arguments"),
+    (
+        {"class": "torch.nn.Linear", "arguments": {"in_features": 2, "out_features": 3, "device": "cuda"}},
+        "Linear has no argument 'device'",
+    ),
+    (
+        {"class": "torch.nn.Linear", "arguments": {"in_features": 2, "out_features": 3, "self": 1}},
+        "Linear has no argument 'self'",
+    ),
+    (
+        {"class": "torch.nn.Linear", "arguments": {"in_features": 10**5, "out_features": 10**5}},
+        "it asks for more numbers than the file holds",
+    ),
+    (
+        {"class": "torch.nn.Linear", "arguments": {"in_features": 10**12, "out_features": 10**12}},
+        "its description is broken",
+    ),
+    (
+        {"class": "torch.nn.ModuleList", "children": {str(i): LINEAR for i in range(9)}},
+        "it asks for more numbers than the file holds",
+    ),
+    (
+        conv(activation={"module": {"class": "torch.nn.PReLU", "arguments": {"num_parameters": 10**10}}}),
+        "it asks for more numbers than the file holds",
+    ),
+    (conv(activation="os.system"), "MisConv2d refuses its arguments: activation must be one of"),
+    (conv(activation={"function": "load"}), "is no argument of a layer"),
+    (conv(activation={"function": ["sin"]}), "is no argument of a layer"),
+    (
+        conv(activation={"module": {"class": "torch.nn.Softmax", "arguments": {"dim": 1}}}),
+        "MisConv2d refuses its arguments: activation must be pointwise",
+    ),
+    (conv(norm={"module": LINEAR}), "MisConv2d refuses its arguments: norm must be nn.BatchNorm2d"),
+    (conv(padding={"a": 1}), "is no argument of a layer"),
+    (conv(groups=3), "MisConv2d refuses its arguments"),
+    ({"class": "misconv.KNN", "arguments": {"k": 0}}, "KNN refuses its arguments: k must be an integer of at least 1"),
+    (nested(60), "it is nested too deeply"),
+    (nested(280), "it is nested too deeply"),
+    (LINEAR, "the file does not fit the model .*missing in the file: bias"),
+]
+
+
+@pytest.mark.parametrize(("description", "message"), HOSTILE)
+def test_hostile_descriptions(
+    description: object, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    header = {"format": 1, "aliases": {}, "content": {"model": description, "frozen": [], "evaluating": []}}
+    path = with_header(tmp_path / "model", header, {"t": torch.ones(40, device="cpu")})
+    before = set(sys.modules)
+    with pytest.raises(ValueError, match=rf"(?s)cannot load .*model: .*{message}"):
+        store.load(path)
+    assert not (tmp_path / "exploded").exists()
+    assert not {name for name in set(sys.modules) - before if not name.startswith(("torch", "misconv"))}
+
+
+def test_hostile_lists_and_aliases(tmp_path: Path) -> None:
+    tensors = {"weight": torch.ones(3, 2, device="cpu"), "bias": torch.ones(3, device="cpu")}
+    for key in ("frozen", "evaluating"):
+        for wrong in (None, "weight", [1], {"a": 1}):
+            content = {"model": LINEAR, "frozen": [], "evaluating": [], key: wrong}
+            path = with_header(tmp_path / "model", {"format": 1, "aliases": {}, "content": content}, tensors)
+            with pytest.raises(ValueError, match=f"its description is broken, {key} must be a list of names, got"):
+                store.load(path)
+    norm = {"class": "torch.nn.BatchNorm1d", "arguments": {"num_features": 3}}
+    names = {
+        "weight": torch.ones(3, device="cpu"),
+        "num_batches_tracked": torch.zeros((), dtype=torch.int64, device="cpu"),
+    }
+    header = {
+        "format": 1,
+        "aliases": dict.fromkeys(("bias", "running_mean", "running_var"), "weight"),
+        "content": {"model": norm, "frozen": [], "evaluating": []},
+    }
+    with pytest.raises(ValueError, match="its description is broken, running_mean and .* cannot be the same"):
+        store.load(with_header(tmp_path / "model", header, names))
+
+
+def test_a_density_of_any_kind(tmp_path: Path) -> None:
+    """An imputer by density is a module like any other: its tensors go into one that was built alike."""
+
+    class Density(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.randn(()))
+
+        def forward(self, x: Tensor, observed: Tensor) -> MFA:
+            return MFA.point(torch.where(observed, x, self.shift))
+
+    first, second = impute.by_density(Density()), impute.by_density(Density())
+    store.save(first, tmp_path / "model")
+    store.load(tmp_path / "model", into=second)
+    x, observed = torch.randn(2, *IMAGE), torch.rand(2, 1, 6, 6) < 0.5
+    assert torch.equal(first(x, observed), second(x, observed))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("LinearDMFA", {"shape": (1, 8, 8), "components": 2, "rank": 3}),
+        ("ConvDMFA", {"channels": 2}),
+        ("SMFA", {"components": 2, "rank": 2, "shape": (1, 3, 3)}),
+    ],
+)
+def test_densities_come_back(name: str, arguments: dict[str, Any], tmp_path: Path) -> None:
+    model = getattr(pytest.importorskip("misconv.density"), name)(**arguments)
+    store.save(model, tmp_path / "model")
+    loaded = store.load(tmp_path / "model")
+    assert type(loaded) is type(model)
+    assert repr(loaded) == repr(model)
+    same_state(model, loaded)

@@ -1,0 +1,362 @@
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from misconv import MFA, SMFA, ConvDMFA, MisConv2d, data, fit_density, missing, store
+from misconv.training import fit_classifier
+
+
+@pytest.fixture(autouse=True)
+def _single_precision() -> None:
+    torch.set_default_dtype(torch.float32)
+
+
+def images(count: int = 96) -> tuple[Tensor, Tensor]:
+    x, _ = data.digits()
+    return x[:count], missing.square(count, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def small(components: int = 1) -> ConvDMFA:
+    torch.manual_seed(0)
+    return ConvDMFA(1, components=components, rank=2, widths=(8,), depths=(1,))
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(v, b.state_dict()[k]) for k, v in a.state_dict().items())
+
+
+# Densities ---------------------------------------------------------------------------------------------------------
+
+
+def test_it_learns_what_it_hides() -> None:
+    x, observed = images(400)
+    density = small()
+    history = fit_density(density, x, observed, epochs=8, learning_rate=5e-3, progress=False)
+    assert len(history) == 8
+    assert history[-1]["nll"] < history[0]["nll"] - 0.1
+    assert min(r["validation_nll"] for r in history) < history[0]["validation_nll"]
+    assert not density.training
+
+
+def test_the_best_epoch_is_kept() -> None:
+    """Validation of the kept parameters is the best in the record, not the last."""
+    x, observed = images(200)
+    rates = [5e-3, 5e-3, 5e-3, 10.0, 10.0]  # the last epochs ruin it
+    density = small()
+    history = fit_density(density, x, observed, epochs=5, learning_rate=rates.__getitem__, progress=False)
+    best = min(range(5), key=lambda e: history[e]["validation_nll"])
+    assert best < 4
+    twin = small()
+    fit_density(twin, x, observed, epochs=best + 1, learning_rate=rates.__getitem__, progress=False)
+    assert same(density, twin)
+
+
+def test_early_stop() -> None:
+    x, observed = images()
+    history = fit_density(small(), x, observed, epochs=50, learning_rate=10.0, patience=2, progress=False)
+    best = min(range(len(history)), key=lambda e: history[e]["validation_nll"])
+    assert len(history) == best + 3 < 50
+
+
+def test_warm_up_with_squared_error() -> None:
+    x, observed = images()
+    plain, warm = small(), small()
+    fit_density(plain, x, observed, epochs=2, progress=False)
+    fit_density(warm, x, observed, epochs=2, mse_epochs=1, progress=False)
+    assert not same(plain, warm)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e20])
+def test_what_was_missing_is_never_read(poison: float) -> None:
+    x, observed = images()
+    for make in (small, lambda: SMFA(2, 2)):
+        clean, other = make(), make()
+        fit_density(clean, x, observed, epochs=2, progress=False)
+        fit_density(other, x.masked_fill(~observed, poison), observed, epochs=2, progress=False)
+        assert same(clean, other)
+
+
+def test_only_what_was_hidden_is_scored() -> None:
+    """A density that knows the answer to every pixel it is shown, and is wildly wrong elsewhere, has not learned."""
+    x, observed = images()
+    calls: list[tuple[Tensor, Tensor]] = []
+
+    class Spy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: Tensor, known: Tensor) -> MFA:
+            calls.append((x, known))
+            means = self.mean.expand(len(x), 1, 1, 8, 8)
+            p = MFA(x.new_zeros(len(x), 1), means, x.new_zeros(len(x), 1, 0, 1, 8, 8), torch.ones_like(means))
+            return p.fix(x, known)
+
+    history = fit_density(Spy(), x, observed, epochs=1, learning_rate=0.0, validation=0, batch_size=96, progress=False)
+    (batch, known) = calls[0]
+    order = [int((x == image).flatten(1).all(1).nonzero()[0]) for image in batch]
+    target = observed[order] & ~known
+    assert not (known & ~observed[order]).any()
+    expected = 0.5 * batch[target].square().mean() + 0.5 * math.log(2 * math.pi)
+    assert history[0]["nll"] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_on_digits_the_network_beats_the_mixture_and_that_beats_independent_pixels() -> None:
+    """Held-out NLL of hidden pixels; three components, all of them in use."""
+    x, _ = data.digits()
+    observed = missing.square(len(x), 8, 8, generator=torch.Generator().manual_seed(1))
+    train, test = slice(0, 1400), slice(1400, None)
+    known = missing.hide(observed[test], generator=torch.Generator().manual_seed(2))
+    target = observed[test] & ~known
+    torch.manual_seed(0)
+    network = ConvDMFA(1, components=3, rank=4, widths=(16, 32), depths=(1, 1, 1))
+    fit_density(
+        network, x[train], observed[train], epochs=30, batch_size=32, progress=False,
+        learning_rate=lambda epoch: 4e-3 * (1 + math.cos(math.pi * epoch / 30)) / 2,
+    )  # fmt: skip
+    mixture = SMFA(10, 4).fit(x[train], observed[train])
+    pixels = SMFA(1, 0).fit(x[train], observed[train])
+    with torch.no_grad():
+        results = [density(x[test], known) for density in (network, mixture, pixels)]
+    nll = [float(-p.log_prob(x[test], target).sum() / target.sum()) for p in results]
+    assert nll[0] < nll[1] < nll[2]
+    assert results[0].weights.mean(0).min() > 0.02
+
+
+# Interrupted runs --------------------------------------------------------------------------------------------------
+
+TRAIN = """
+import sys, torch
+torch.set_num_threads(1)
+from misconv import SMFA, ConvDMFA, data, fit_density, missing
+kind, checkpoint, result = sys.argv[1:]
+x, _ = data.digits()
+x, observed = x[:160], missing.square(160, 8, 8, generator=torch.Generator().manual_seed(0))
+torch.manual_seed(0)
+density = SMFA(3, 2) if kind == "em" else ConvDMFA(1, rank=2, widths=(8,), depths=(1,))
+print("ready", flush=True)
+fit_density(density, x, observed, epochs=8 if kind == "em" else 6, progress=False, checkpoint=checkpoint or None)
+torch.save(density.state_dict(), result)
+"""
+
+
+def start(folder: Path, kind: str, checkpoint: str, result: str) -> subprocess.Popen[str]:
+    script = folder / "train.py"
+    script.write_text(TRAIN)
+    arguments = [sys.executable, str(script), kind, checkpoint and str(folder / checkpoint), str(folder / result)]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("kind", ["network", "em"])
+def test_a_killed_run_ends_where_an_uninterrupted_one_does(kind: str, tmp_path: Path) -> None:
+    """SIGKILL at random moments until it is through (five kills here and five in the other case, or more)."""
+    with start(tmp_path, kind, "", "straight.pt") as process:
+        assert process.wait(timeout=120) == 0
+    generator, kills = random.Random(kind), 0
+    checkpoint = tmp_path / "run.safetensors"
+    while True:
+        with start(tmp_path, kind, checkpoint.name, "resumed.pt") as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            if kills < 5:
+                time.sleep(generator.uniform(0, 0.35 if kind == "network" else 0.08))
+                process.send_signal(signal.SIGKILL)
+        if process.returncode == 0:
+            break
+        kills += 1
+        if checkpoint.exists():  # whatever is visible is whole
+            store.read(checkpoint)
+    straight, resumed = (torch.load(tmp_path / name) for name in ("straight.pt", "resumed.pt"))
+    assert straight.keys() == resumed.keys()
+    for name, value in straight.items():
+        assert torch.equal(value, resumed[name]), name
+
+
+def test_every_epoch_can_be_the_last_before_a_crash(tmp_path: Path) -> None:
+    """In one process: an error after any epoch, then the same call again."""
+    x, observed = images()
+    straight = small()
+    history = fit_density(straight, x, observed, epochs=4, progress=False)
+
+    class Crash(Exception):
+        pass
+
+    for crash in range(1, 4):
+        path = tmp_path / f"{crash}.safetensors"
+
+        def rate(epoch: int, crash: int = crash) -> float:
+            if epoch == crash:
+                raise Crash
+            return 1e-3
+
+        with pytest.raises(Crash):
+            fit_density(small(), x, observed, epochs=4, learning_rate=rate, checkpoint=path, progress=False)
+        again = small()
+        record = fit_density(again, x, observed, epochs=4, checkpoint=path, progress=False)
+        assert same(again, straight)
+        assert record == history
+        # A finished run is not run again.
+        done = small()
+        before = path.read_bytes()
+        assert fit_density(done, x, observed, epochs=4, checkpoint=path, progress=False) == history
+        assert same(done, straight)
+        assert path.read_bytes() == before
+
+
+def test_a_checkpoint_of_something_else_is_refused_and_kept(tmp_path: Path) -> None:
+    x, observed = images()
+    path = tmp_path / "run.safetensors"
+    fit_density(small(), x, observed, epochs=1, checkpoint=path, progress=False)
+    before = path.read_bytes()
+    with pytest.raises(
+        ValueError,
+        match="checkpoint .*run.safetensors must be of the same training, but its seed is 0 and not 1; give another file",
+    ):
+        fit_density(small(), x, observed, epochs=2, seed=1, checkpoint=path, progress=False)
+    with pytest.raises(ValueError, match="but its density is 'ConvDMFA' and not 'SMFA'"):
+        fit_density(SMFA(2, 1), x, observed, epochs=2, checkpoint=path, progress=False)
+    with pytest.raises(ValueError, match="but its sum is"):
+        fit_density(small(), x / 2, observed, epochs=2, checkpoint=path, progress=False)
+    assert path.read_bytes() == before
+    store.save(small(), path)
+    with pytest.raises(ValueError, match="must be one of a training, got another file of misconv"):
+        fit_density(small(), x, observed, epochs=2, checkpoint=path, progress=False)
+    path.write_bytes(before[: len(before) // 2])
+    with pytest.raises(ValueError, match="run.safetensors"):
+        fit_density(small(), x, observed, epochs=2, checkpoint=path, progress=False)
+
+
+def test_an_unwritable_checkpoint_says_so(tmp_path: Path) -> None:
+    x, observed = images()
+    with pytest.raises(OSError, match="nowhere"):
+        fit_density(small(), x, observed, epochs=1, checkpoint=tmp_path / "nowhere" / "run", progress=False)
+
+
+# Processes ---------------------------------------------------------------------------------------------------------
+
+TWO = """
+import sys, torch
+from lightning_fabric import Fabric
+from misconv import ConvDMFA, data, fit_density, missing
+torch.set_num_threads(1)
+x, _ = data.digits()
+x, observed = x[:128], missing.square(128, 8, 8, generator=torch.Generator().manual_seed(0))
+torch.manual_seed(0)
+from torch import nn
+density = ConvDMFA(1, rank=2, widths=(8,), depths=(1,))
+for name, module in list(density.named_modules()):
+    if isinstance(module, nn.BatchNorm2d):  # its statistics would be those of half a batch
+        parent = density.get_submodule(name.rpartition(".")[0])
+        setattr(parent, name.rpartition(".")[2], nn.Identity())
+fabric = Fabric(accelerator="cpu", devices=int(sys.argv[1]), strategy="ddp" if sys.argv[1] == "2" else "auto")
+fabric.launch()
+history = fit_density(density, x, observed, epochs=2, learning_rate=1e-4, fabric=fabric, progress=False)
+if fabric.global_rank == 0:
+    torch.save((density.state_dict(), history), sys.argv[2])
+"""
+
+
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(TWO)
+    results = []
+    for processes in ("1", "2"):
+        result = tmp_path / f"{processes}.pt"
+        command = [sys.executable, str(tmp_path / "two.py"), processes, str(result)]
+        environment = {**os.environ, "MASTER_ADDR": "127.0.0.1"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, check=False)
+        assert done.returncode == 0, done.stderr
+        results.append(torch.load(result))
+    (one, first), (two, second) = results
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-5)
+    for a, b in zip(first, second, strict=True):
+        assert a == pytest.approx(b, rel=1e-3, abs=1e-4)
+
+
+# Classifiers -------------------------------------------------------------------------------------------------------
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = MisConv2d(1, 8, 3)
+        self.rest = nn.Sequential(nn.BatchNorm2d(8), nn.Flatten(), nn.Dropout(0.2), nn.Linear(288, 10))
+
+    def forward(self, p: MFA) -> Tensor:
+        out: Tensor = self.rest(self.first(p))
+        return out
+
+
+def test_a_classifier_learns_from_densities_and_resumes(tmp_path: Path) -> None:
+    x, labels = data.digits()
+    x, labels = x[:600], labels[:600]
+    observed = missing.square(600, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        p = SMFA(3, 2).fit(x, observed, iterations=10)(x, observed)
+    arguments = {
+        "validation_inputs": p[500:], "validation_labels": labels[500:], "batch_size": 50, "progress": False, "learning_rate": 3e-3,
+    }  # fmt: skip
+    straight = Classifier()
+    history = fit_classifier(straight, p[:500], labels[:500], epochs=8, **arguments)
+    assert max(r["validation_accuracy"] for r in history) > 0.6
+    path = tmp_path / "c"
+    fit_classifier(Classifier(), p[:500], labels[:500], epochs=3, checkpoint=path, **arguments)
+    resumed = Classifier()
+    assert fit_classifier(resumed, p[:500], labels[:500], epochs=8, checkpoint=path, **arguments) == history
+    assert same(resumed, straight)
+
+
+def test_a_last_batch_of_one_is_no_trouble() -> None:
+    x, labels = data.digits()
+    fit_classifier(Classifier(), MFA.point(x[:33]), labels[:33], epochs=1, batch_size=16, progress=False)
+
+
+def test_progress_bars_show_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    x, observed = images()
+    fit_density(small(), x, observed, epochs=1)
+    assert "validation_nll" in capsys.readouterr().out
+
+
+def test_global_randomness_is_left_alone() -> None:
+    x, observed = images()
+    density = small()
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    fit_density(density, x, observed, epochs=1, progress=False)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_bad_arguments() -> None:
+    x, observed = images()
+    with pytest.raises(TypeError, match="images must be a floating-point image, got a uint8 tensor"):
+        fit_density(small(), x.to(torch.uint8), observed)
+    with pytest.raises(ValueError, match=r"observed must have shape \(96, 1, 8, 8\) to fit the images, got"):
+        fit_density(small(), x, observed[:5])
+    with pytest.raises(ValueError, match="images must be finite wherever it is observed"):
+        fit_density(small(), x * math.nan, observed)
+    with pytest.raises(ValueError, match="fraction must lie strictly between 0 and 1, got 1.0"):
+        fit_density(small(), x, observed, fraction=1.0)
+    with pytest.raises(ValueError, match="validation must be a share of at least 0 and below 1, got 1.0"):
+        fit_density(small(), x, observed, validation=1.0)
+    with pytest.raises(ValueError, match="epochs must be an integer of at least 1, got 0"):
+        fit_density(small(), x, observed, epochs=0)
+    with pytest.raises(ValueError, match="x must have the 3 channels of this density"):
+        fit_density(ConvDMFA(3), x, observed, progress=False)
+    with pytest.raises(ValueError, match="labels must be one for each of the 96 images, got 95"):
+        fit_classifier(Classifier(), x, torch.zeros(95, dtype=torch.long))
+    with pytest.raises(TypeError, match=r"labels must be a tensor \(N,\) of integers, got"):
+        fit_classifier(Classifier(), x, torch.zeros(96))
+    with pytest.raises(ValueError, match="validation_inputs and validation_labels must be given together"):
+        fit_classifier(Classifier(), x, torch.zeros(96, dtype=torch.long), validation_inputs=x)
