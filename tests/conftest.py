@@ -23,6 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # "No bit" can be asked for only where a repeated computation repeats its bits.
+    torch.backends.cudnn.deterministic = True
     # Tensors made without a device or a type follow the command line, in tests and in doctests.
     torch.set_default_device(config.getoption("--device"))
 
@@ -47,3 +49,10 @@ def compiler(request: pytest.FixtureRequest) -> None:
     if request.getfixturevalue("backend") == "inductor" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         pytest.skip("torch.compile's inductor needs a C++ compiler")
     torch.compiler.reset()
+
+
+@pytest.fixture
+def values_are_checked(request: pytest.FixtureRequest) -> None:
+    """A look at values makes a GPU wait, so only on the CPU is it taken without being asked for."""
+    if request.config.getoption("--device") != "cpu":
+        pytest.skip("values are checked on the CPU alone")

@@ -298,7 +298,7 @@ def test_bad_convolutions() -> None:
         expected_conv2d(p, weight, padding_mode="mirror")
 
 
-def test_bad_partial_convolutions() -> None:
+def test_bad_partial_convolutions(values_are_checked: None) -> None:
     x, weight = torch.randn(1, 3, 6, 6), torch.randn(4, 3, 3, 3)
     seen = torch.ones(1, 1, 6, 6, dtype=torch.bool)
     with pytest.raises(

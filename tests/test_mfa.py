@@ -367,12 +367,14 @@ def good() -> dict[str, Tensor]:
         ({"observed": torch.ones(2, 1, 4, 4, dtype=torch.complex64)}, TypeError, "observed must be a bool tensor"),
     ],
 )  # fmt: skip
-def test_bad_parameters(change: dict[str, Tensor], error: type[Exception], message: str) -> None:
+def test_bad_parameters(
+    change: dict[str, Tensor], error: type[Exception], message: str, values_are_checked: None
+) -> None:
     with pytest.raises(error, match=message):
         MFA(**{**good(), **change})
 
 
-def test_components_must_agree_where_observed() -> None:
+def test_components_must_agree_where_observed(values_are_checked: None) -> None:
     observed = torch.ones(2, 1, 4, 4, dtype=torch.bool)
     with pytest.raises(ValueError, match="means must be the same in all components where observed"):
         MFA(**{**good(), "means": torch.randn(2, 3, 1, 4, 4, dtype=SINGLE)}, observed=observed)
@@ -392,7 +394,7 @@ def test_numbers_0_and_1_are_taken_for_observed() -> None:
     assert p.observed.all()
 
 
-def test_bad_images() -> None:
+def test_bad_images(values_are_checked: None) -> None:
     p = MFA(**good())
     x, seen = torch.zeros(2, 1, 4, 4, dtype=SINGLE), torch.ones(2, 1, 4, 4, dtype=torch.bool)
     with pytest.raises(

@@ -136,6 +136,6 @@ def test_observe_forgets_what_was_coded_as_missing() -> None:
 
 
 @pytest.mark.parametrize("call", [MFA.condition, MFA.fix, MFA.log_prob])
-def test_nan_where_observed_is_refused(call: Callable[..., object]) -> None:
+def test_nan_where_observed_is_refused(call: Callable[..., object], values_are_checked: None) -> None:
     with pytest.raises(ValueError, match="x must be finite wherever it is observed"):
         call(random_mfa(2, 1, 1, SHAPE[1:]), torch.full(SHAPE, math.nan), torch.ones(2, 1, 6, 6, dtype=torch.bool))

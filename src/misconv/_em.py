@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -177,7 +178,7 @@ def start(
         x: some images (N, n) around zero, zero where not observed.
         observed: (N, n).
     """
-    generator = torch.Generator(x.device).manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)  # on the CPU, so that every device starts from the same
     best, most = None, -math.inf
     for _ in range(1 if components == 1 else tries):
         p = _from_clusters(
@@ -225,10 +226,10 @@ def _k_means(x: Tensor, observed: Tensor, clusters: int, generator: torch.Genera
     def distances(centers: Tensor) -> Tensor:
         return ((squares - 2 * x @ centers.T + observed @ centers.square().T) / counts).clamp_min(0)  # (N, K)
 
-    centers = x[torch.randint(len(x), (1,), generator=generator, device=x.device)]
+    centers = x[torch.randint(len(x), (1,), generator=generator, device="cpu").to(x.device)]
     for _ in range(clusters - 1):
-        nearest = distances(centers).amin(1) + 1e-12
-        centers = torch.cat([centers, x[torch.multinomial(nearest, 1, generator=generator)]])
+        nearest = distances(centers).amin(1).cpu() + 1e-12
+        centers = torch.cat([centers, x[torch.multinomial(nearest, 1, generator=generator).to(x.device)]])
     labels = distances(centers).argmin(1)
     for _ in range(iterations):
         member = torch.nn.functional.one_hot(labels, clusters).to(x.dtype)
@@ -242,13 +243,13 @@ def _k_means(x: Tensor, observed: Tensor, clusters: int, generator: torch.Genera
 def _principal_directions(centered: Tensor, rank: int, generator: torch.Generator) -> Tensor:
     """The `rank` leading principal directions (L, n) of images (N, n), each as long as its standard deviation."""
     images, pixels = centered.shape
-    jitter = 1e-3 * torch.randn(rank, pixels, generator=generator, dtype=centered.dtype, device=centered.device)
+    randn = partial(torch.randn, generator=generator, dtype=centered.dtype, device="cpu")
+    jitter = 1e-3 * randn((rank, pixels)).to(centered.device)
     size = centered.square().mean().sqrt() if images else centered.new_zeros(())
     if min(images, pixels) <= rank or rank == 0:
         return size * jitter  # too few images to have directions
     # Randomised subspace iteration: a few products with N×n, nothing of size n×n.
-    size_of_basis = (pixels, min(rank + 8, images, pixels))
-    basis = torch.randn(size_of_basis, generator=generator, dtype=centered.dtype, device=centered.device)
+    basis = randn((pixels, min(rank + 8, images, pixels))).to(centered.device)
     for _ in range(6):
         basis = torch.linalg.qr(centered.T @ (centered @ basis)).Q
     _, values, right = torch.linalg.svd(centered @ basis, full_matrices=False)
