@@ -224,6 +224,8 @@ def test_a_checkpoint_of_something_else_is_refused_and_kept(tmp_path: Path) -> N
         match="checkpoint .*run.safetensors must be of the same training, but its seed is 0 and not 1; give another file",
     ):
         fit_density(small(), x, observed, epochs=2, seed=1, checkpoint=path, progress=False)
+    with pytest.raises(ValueError, match="but its config is .* and not .*'rank': 1"):
+        fit_density(ConvDMFA(1, rank=1), x, observed, epochs=2, checkpoint=path, progress=False)
     with pytest.raises(ValueError, match="but its density is 'ConvDMFA' and not 'SMFA'"):
         fit_density(SMFA(2, 1), x, observed, epochs=2, checkpoint=path, progress=False)
     with pytest.raises(ValueError, match="but its sum is"):
@@ -239,8 +241,11 @@ def test_a_checkpoint_of_something_else_is_refused_and_kept(tmp_path: Path) -> N
 
 def test_an_unwritable_checkpoint_says_so(tmp_path: Path) -> None:
     x, observed = images()
-    with pytest.raises(OSError, match="nowhere"):
-        fit_density(small(), x, observed, epochs=1, checkpoint=tmp_path / "nowhere" / "run", progress=False)
+    for density in (small(), SMFA(2, 1)):
+        with pytest.raises(
+            FileNotFoundError, match="checkpoint must be in a folder that exists, got .*nowhere/run; create"
+        ):
+            fit_density(density, x, observed, epochs=1, checkpoint=tmp_path / "nowhere" / "run", progress=False)
 
 
 # Processes ---------------------------------------------------------------------------------------------------------
@@ -248,7 +253,7 @@ def test_an_unwritable_checkpoint_says_so(tmp_path: Path) -> None:
 TWO = """
 import sys, torch
 from lightning_fabric import Fabric
-from misconv import ConvDMFA, data, fit_density, missing
+from misconv import SMFA, ConvDMFA, data, fit_density, missing
 torch.set_num_threads(1)
 x, _ = data.digits()
 x, observed = x[:128], missing.square(128, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -261,9 +266,11 @@ for name, module in list(density.named_modules()):
         setattr(parent, name.rpartition(".")[2], nn.Identity())
 fabric = Fabric(accelerator="cpu", devices=int(sys.argv[1]), strategy="ddp" if sys.argv[1] == "2" else "auto")
 fabric.launch()
-history = fit_density(density, x, observed, epochs=2, learning_rate=1e-4, fabric=fabric, progress=False)
+history = fit_density(density, x, observed, epochs=2, learning_rate=1e-4, batch_size=42, fabric=fabric, progress=False)
+mixture = SMFA(2, 1)
+fit_density(mixture, x, observed, epochs=3, fabric=fabric, progress=False)
 if fabric.global_rank == 0:
-    torch.save((density.state_dict(), history), sys.argv[2])
+    torch.save((density.state_dict() | mixture.state_dict(), history), sys.argv[2])
 """
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +95,7 @@ def fit_density(
     settings = {
         "task": "density",
         "density": type(density).__name__,
+        "config": _config(density),
         "batch_size": batch_size,
         "mse_epochs": mse_epochs,
         "shape": getattr(shape, "__name__", repr(shape)),
@@ -103,8 +105,9 @@ def fit_density(
         "images": list(images.shape),
         "sum": float(images.where(observed, 0).sum(dtype=torch.float64)),
     }
+    _check_place(checkpoint)
     if isinstance(density, SMFA):
-        return _fit_by_em(density, images, observed, epochs, seed, checkpoint, settings, progress)
+        return _fit_by_em(density, images, observed, epochs, seed, checkpoint, settings, fabric, progress)
 
     order = torch.randperm(len(images), generator=_generator(seed, "split"))
     held, train = order.split([round(validation * len(images)), len(images) - round(validation * len(images))])
@@ -129,7 +132,7 @@ def fit_density(
         generator = _generator(seed, epoch)
         shuffled = train[torch.randperm(len(train), generator=generator)]
         sums = torch.zeros(3, dtype=torch.float64)
-        for indices in shuffled.split(batch_size):
+        for indices in _batches(shuffled, batch_size, fabric.world_size):
             nll, error, count = losses(model, indices, generator)
             total = fabric.all_reduce(count.float(), reduce_op="sum")
             assert isinstance(total, Tensor)
@@ -147,7 +150,7 @@ def fit_density(
         if len(held) == 0:
             return -math.inf, {}
         generator, sums = _generator(seed, "validation"), torch.zeros(2, dtype=torch.float64)
-        for indices in held.split(batch_size):
+        for indices in _batches(held, batch_size, fabric.world_size):
             nll, _, count = losses(model, indices, generator)
             sums += torch.stack([nll.double(), count.double()]).cpu()
         nll_sum, pixels = _reduce(fabric, sums)
@@ -203,6 +206,7 @@ def fit_classifier(
         _check_labels("validation_labels", validation_labels, _count(validation_inputs))
     check_size("epochs", epochs)
     check_size("batch_size", batch_size)
+    _check_place(checkpoint)
     fabric = fabric or _one_device()
     settings = {
         "task": "classifier",
@@ -221,7 +225,7 @@ def fit_classifier(
     def train_epoch(model: nn.Module, optimizer: Any, epoch: int) -> Record:
         shuffled = torch.randperm(size, generator=_generator(seed, epoch))
         sums = torch.zeros(3, dtype=torch.float64)
-        for indices in _even(shuffled, batch_size):
+        for indices in _batches(shuffled, batch_size, fabric.world_size):
             mine = indices[fabric.global_rank :: fabric.world_size]
             output, truth = logits(model, inputs, mine), labels[mine].to(fabric.device)
             loss = F.cross_entropy(output, truth, reduction="sum")
@@ -307,19 +311,23 @@ def _fit_by_em(
     seed: int,
     checkpoint: str | Path | None,
     settings: dict[str, Any],
+    fabric: Fabric | None,
     progress: bool,
 ) -> list[Record]:
-    """EM with a checkpoint after every iteration; in several processes each passes its own images."""
+    """EM with a checkpoint after every iteration; several processes share the images out among them."""
+    rank, world = (0, 1) if fabric is None else (fabric.global_rank, fabric.world_size)
+    if fabric is not None:
+        # In one piece each, so that all pieces together are the images in their order.
+        images, observed = (t.tensor_split(world)[rank].to(fabric.device) for t in (images, observed))
     if checkpoint is not None and Path(checkpoint).exists():
         tensors, meta = _read(checkpoint, settings)
         density.resume(images, tensors, meta["history"], meta["floor"])
     else:
         density.begin(images, observed, seed=seed)
-    first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    with _bar(progress and first, "SMFA", iterations, len(density.history)) as advance:
+    with _bar(progress and rank == 0, "SMFA", iterations, len(density.history)) as advance:
         while len(density.history) < iterations and (len(density.history) < 2 or density.gain() >= 1e-4):
             density.iterate(images, observed)
-            if checkpoint is not None and first:
+            if checkpoint is not None and rank == 0:
                 meta = {"settings": settings, "history": density.history, "floor": density.floor}
                 store.write(checkpoint, density.resumable(), meta)
             advance({"log-likelihood per image": density.history[-1]})
@@ -345,19 +353,29 @@ def _generator(seed: int, purpose: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(seed * 1_000_003 + number)
 
 
-def _seeded(seed: int, epoch: int, device: torch.device) -> AbstractContextManager[None]:
+@contextmanager
+def _seeded(seed: int, epoch: int, device: torch.device) -> Iterator[None]:
     """Global randomness (dropout) of an epoch, put back afterwards."""
-    fork = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed * 1_000_003 + 500_000 + epoch)
+        yield
 
-    class Seeded(AbstractContextManager[None]):
-        def __enter__(self) -> None:
-            fork.__enter__()
-            torch.manual_seed(seed * 1_000_003 + 500_000 + epoch)
 
-        def __exit__(self, *error: Any) -> None:
-            fork.__exit__(*error)
+def _config(density: nn.Module) -> dict[str, Any] | None:
+    """The arguments of the density, but for a shape that fitting may have set."""
+    config = getattr(density, "config", None)
+    return {k: v for k, v in config().items() if k != "shape"} if callable(config) else None
 
-    return Seeded()
+
+def _check_place(checkpoint: str | Path | None) -> None:
+    """Say now, and not after the first epoch, that a checkpoint cannot be written."""
+    if checkpoint is None:
+        return
+    folder = Path(checkpoint).resolve().parent
+    if not folder.is_dir():
+        raise FileNotFoundError(f"checkpoint must be in a folder that exists, got {checkpoint}; create {folder} first")
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"checkpoint must be in a folder you may write to, got {checkpoint}")
 
 
 def _rate(learning_rate: Rate, epoch: int) -> float:
@@ -381,10 +399,10 @@ def _check_labels(name: str, labels: Tensor, size: int) -> None:
         raise ValueError(f"{name} must be one for each of the {size} images, got {len(labels)}")
 
 
-def _even(indices: Tensor, batch_size: int) -> Iterator[Tensor]:
-    """Batches; a last one of a single image joins the one before it, for BatchNorm cannot learn from one."""
+def _batches(indices: Tensor, batch_size: int, processes: int) -> Iterator[Tensor]:
+    """Batches; a last one with fewer than two images a process joins the one before it, for BatchNorm's sake."""
     parts = list(indices.split(batch_size))
-    if len(parts) > 1 and len(parts[-1]) == 1:
+    if len(parts) > 1 and len(parts[-1]) < 2 * processes:
         parts[-2:] = [torch.cat(parts[-2:])]
     yield from parts
 
@@ -428,29 +446,22 @@ def _read(checkpoint: str | Path, settings: dict[str, Any]) -> tuple[dict[str, T
     return tensors, meta
 
 
-def _bar(show: bool, title: str, total: int, done: int) -> AbstractContextManager[Callable[[Record], None]]:
-    """A progress bar with the figures of the last epoch beside it."""
+@contextmanager
+def _bar(show: bool, title: str, total: int, done: int) -> Iterator[Callable[[Record], None]]:
+    """A progress bar with the figures of the last epoch beside it; yields what moves it on."""
     if not show:
-        return nullcontext(lambda record: None)
+        yield lambda record: None
+        return
     try:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError as error:
         raise ImportError("progress bars need rich: pip install 'misconv[train]', or pass progress=False") from error
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.fields[figures]}")) as progress:
+        task = progress.add_task(title, total=total, completed=done, figures="")
 
-    class Bar(AbstractContextManager[Callable[[Record], None]]):
-        def __enter__(self) -> Callable[[Record], None]:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self.progress = Progress(*columns, TextColumn("{task.fields[figures]}"))
-            self.progress.start()
-            task = self.progress.add_task(title, total=total, completed=done, figures="")
+        def advance(record: Record) -> None:
+            figures = "  ".join(f"{name} {value:.4g}" for name, value in record.items() if name != "epoch")
+            progress.update(task, advance=1, figures=figures)
 
-            def advance(record: Record) -> None:
-                figures = "  ".join(f"{name} {value:.4g}" for name, value in record.items() if name != "epoch")
-                self.progress.update(task, advance=1, figures=figures)
-
-            return advance
-
-        def __exit__(self, *error: Any) -> None:
-            self.progress.stop()
-
-    return Bar()
+        yield advance

@@ -1,0 +1,189 @@
+"""The command line: what it prints, what it writes, and how it says no."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import misconv
+from misconv import cli, data, demo, report
+
+TINY = {"images": 200, "train": 120, "validation": 30, "dmfa_epochs": 2, "classifier_epochs": 1}
+METHODS = [
+    "zero", "mask", "mean", "k-NN", "partial convolution", "MFA imputation", "MisConv (SMFA)", "MisConv (DMFA)",
+    "complete images",
+]  # fmt: skip
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, arguments, prog_name="misconv")
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--quick` as quick as it gets."""
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.setattr(cli, "QUICK", TINY)
+
+
+@pytest.fixture
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refusals must come before the work."""
+
+    def run(**options: Any) -> None:
+        raise AssertionError("the experiment was started")
+
+    monkeypatch.setattr(demo, "run", run)
+
+
+def refused(result: Result, message: str) -> None:
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert re.fullmatch(rf"misconv: {message}\n", result.stderr), result.stderr
+
+
+def test_demo_in_a_pipe(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "folder"
+    command = [sys.executable, "-W", "error", "-m", "misconv", "demo", "--quick", "--seeds", "1", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(p.name for p in out.iterdir()) == ["index.html", "results.json"]
+    stages, table = done.stdout.split("Test digits read correctly, %")
+    for method in METHODS:
+        assert f"Training the classifier: {method}\n" in stages
+        assert re.search(rf"^ *{re.escape(method)} .* [\d.]+ *$", table, re.MULTILINE), method
+    for density in ("independent pixels", "SMFA", "DMFA"):
+        assert re.search(rf"^ *{density}( +[-\d.]+){{2}}( +[\d.]+ %){{2}} +[\d.]+ *$", table, re.MULTILINE), density
+    assert done.stdout.endswith(f"Report: {out / 'index.html'}\n")
+    assert all(character.isprintable() or character == "\n" for character in done.stdout)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_same_seed_gives_the_same_numbers(tmp_path: Path) -> None:
+    found = []
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        result = call("demo", "--quick", "--seeds", "1", "--seed", seed, "--out", str(tmp_path / name))
+        assert result.exit_code == 0, result.output
+        facts = json.loads((tmp_path / name / "results.json").read_text(encoding="utf-8"))
+        assert facts["settings"]["seed"] == int(seed)
+        densities = [{k: v for k, v in d.items() if k != "seconds"} for d in facts["densities"]]
+        found.append((facts["methods"], densities, facts["verdict"]))
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_folder_with_files_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    refused(
+        call("demo", "--out", str(tmp_path)), "folder must be new or empty, got .* with files in it; .*--overwrite.*"
+    )
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("notes.txt", "mine")]
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    refused(
+        call("demo", "--out", str(tmp_path / "file")),
+        "folder must be a folder or a new name, got .*file, which is a file",
+    )
+    refused(
+        call("demo", "--out", str(tmp_path / "file" / "below")),
+        "folder must be below a folder, got .*, but .*file is a file",
+    )
+
+
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--seed", "-1", "--seed must lie between 0 and 2147483647, got -1"),
+        ("--seed", "2147483648", "--seed must lie between 0 and 2147483647, got 2147483648"),
+        ("--seeds", "0", "--seeds must be at least 1, got 0"),
+        ("--seeds", "-3", "--seeds must be at least 1, got -3"),
+    ],
+)
+def test_bad_numbers_are_refused(tmp_path: Path, option: str, value: str, message: str) -> None:
+    refused(call("demo", option, value, "--out", str(tmp_path / "new")), message)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.usefixtures("idle")
+def test_words_in_place_of_numbers_and_unknown_commands(tmp_path: Path) -> None:
+    for arguments in (["demo", "--seed", "one"], ["demo", "--nonsense"], ["nonsense"]):
+        result = call(*arguments)
+        assert result.exit_code == 2
+        assert arguments[-1].strip("-") in result.stderr or "--seed" in result.stderr
+        assert "Traceback" not in result.output
+
+
+def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    result = call("demo", "--quick", "--out", str(tmp_path / "new"))
+    refused(result, re.escape("the digits come with scikit-learn: pip install 'misconv[demo]'"))
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["typer", "rich"])
+def test_a_missing_command_line_is_named(name: str) -> None:
+    # In a new process: here the modules are loaded already.
+    code = f"import sys; sys.modules[{name!r}] = None; sys.argv = ['misconv', '--version']\nfrom misconv.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch(r"misconv: the command line needs [\w.]+: pip install 'misconv\[demo\]'\n", done.stderr), (
+        done.stderr
+    )
+
+
+def test_a_full_disk_costs_the_report_but_not_the_numbers(
+    tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_up(path: Path, data: bytes) -> None:
+        raise OSError(28, f"cannot write {path}: No space left on device")
+
+    monkeypatch.setattr(report, "write_bytes", fill_up)
+    result = call("demo", "--quick", "--seeds", "1", "--out", str(tmp_path))
+    assert result.exit_code == 2
+    assert re.fullmatch(r"misconv: cannot write .*: No space left on device\n", result.stderr)
+    assert all(method in result.stdout for method in METHODS)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ImportError, OSError, ValueError])
+def test_mistakes_of_ours_keep_their_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    def fail() -> None:
+        raise kind("a mistake")
+
+    monkeypatch.setattr(data, "digits", fail)
+    result = call("demo", "--out", str(tmp_path / "new"))
+    assert isinstance(result.exception, kind)
+
+
+def test_ctrl_c_ends_with_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(data, "digits", interrupt)
+    result = call("demo", "--out", str(tmp_path / "new"))
+    assert result.exit_code == 130
+    assert result.stderr == "misconv: stopped before the report was written\n"
+    assert not (tmp_path / "new").exists()
+
+
+def test_version_and_help() -> None:
+    assert call("--version").stdout == f"misconv {misconv.__version__}\n"
+    assert "demo" in call("--help").stdout
+    for option in ("--out", "--seed", "--seeds", "--overwrite", "--quick"):
+        assert option in call("demo", "--help").stdout
