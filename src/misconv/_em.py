@@ -288,7 +288,7 @@ def pairs(
     observed = _checked(x, observed)
     order = torch.arange(len(x), device=x.device)
     if seed is not None:
-        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed), device="cpu").to(x.device)
     for part in order.split(size or _CHUNK):
         yield x[part], observed[part]
 
@@ -339,7 +339,8 @@ def some(
         add_over_processes(sizes)
         counts = [int(size) for size in sizes]
     total, before = sum(counts), sum(counts[:rank])
-    chosen = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:limit].sort().values
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(total, generator=generator, device="cpu")[:limit].sort().values
     rows = torch.zeros(2, len(chosen), like.numel(), dtype=torch.float64, device=like.device)
     position = before
     for flat, mask in batches:

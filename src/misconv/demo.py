@@ -138,7 +138,7 @@ def run(
     started = time.perf_counter()
     complete, labels = data.digits()
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(complete), generator=generator)[: chosen["images"]]
+    order = torch.randperm(len(complete), generator=generator, device="cpu")[: chosen["images"]]
     complete, labels = complete[order], labels[order]
     seen = square(len(complete), 8, 8, fraction=chosen["fraction"], generator=generator)
     # From here on the hidden pixels are gone; `complete` serves the last row and the pictures alone.

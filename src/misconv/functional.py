@@ -305,14 +305,14 @@ def _repeated_noise(
     )
     (rows, columns), windows, first, second, source, same = repeats
     result = noise.new_zeros(*lead, out, rows * columns)
-    if len(windows) > 0:
+    if windows.shape[0] > 0:
         windows, first, second, source, same = (t.to(noise.device) for t in (windows, first, second, source, same))
         flat = weight.flatten(2)  # (O, C/groups, T)
         products = 2 * flat[:, :, first] * flat[:, :, second]  # (O, C/groups, pairs)
         touched = noise.flatten(-2)[..., source] * same  # (…, C, pairs, windows)
-        touched = touched.reshape(-1, channels * len(first), len(windows))
+        touched = touched.reshape(-1, channels * first.shape[0], windows.shape[0])
         extra = F.conv1d(touched, products.reshape(out, -1, 1), groups=groups)
-        result = result.index_copy(-1, windows, extra.view(*lead, out, len(windows)))
+        result = result.index_copy(-1, windows, extra.view(*lead, out, windows.shape[0]))
     return result.view(*lead, out, rows, columns)
 
 

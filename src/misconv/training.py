@@ -109,7 +109,7 @@ def fit_density(
     if isinstance(density, SMFA):
         return _fit_by_em(density, images, observed, epochs, seed, checkpoint, settings, fabric, progress)
 
-    order = torch.randperm(len(images), generator=_generator(seed, "split"))
+    order = torch.randperm(len(images), generator=_generator(seed, "split"), device="cpu")
     held, train = order.split([round(validation * len(images)), len(images) - round(validation * len(images))])
     if len(train) == 0:
         raise ValueError(f"images must hold more than the share set aside for validation, got {describe(images)}")
@@ -130,7 +130,7 @@ def fit_density(
 
     def train_epoch(model: nn.Module, optimizer: Any, epoch: int) -> Record:
         generator = _generator(seed, epoch)
-        shuffled = train[torch.randperm(len(train), generator=generator)]
+        shuffled = train[torch.randperm(len(train), generator=generator, device="cpu")]
         sums = torch.zeros(3, dtype=torch.float64)
         for indices in _batches(shuffled, batch_size, fabric.world_size):
             nll, error, count = losses(model, indices, generator)
@@ -223,7 +223,7 @@ def fit_classifier(
         return result
 
     def train_epoch(model: nn.Module, optimizer: Any, epoch: int) -> Record:
-        shuffled = torch.randperm(size, generator=_generator(seed, epoch))
+        shuffled = torch.randperm(size, generator=_generator(seed, epoch), device="cpu")
         sums = torch.zeros(3, dtype=torch.float64)
         for indices in _batches(shuffled, batch_size, fabric.world_size):
             mine = indices[fabric.global_rank :: fabric.world_size]
