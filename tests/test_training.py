@@ -291,6 +291,18 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
         assert a == pytest.approx(b, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning_fabric")
+def test_precision_is_an_argument_of_fabric(precision: str) -> None:
+    from lightning_fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
+    fabric.launch()
+    x, observed = images()
+    history = fit_density(small(), x, observed, epochs=2, fabric=fabric, progress=False)
+    assert all(math.isfinite(value) for record in history for value in record.values())
+
+
 # Classifiers -------------------------------------------------------------------------------------------------------
 
 
@@ -333,7 +345,7 @@ def test_a_last_batch_of_one_is_no_trouble() -> None:
 def test_progress_bars_show_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
     x, observed = images()
     fit_density(small(), x, observed, epochs=1)
-    assert "validation_nll" in capsys.readouterr().out
+    assert "val nll" in capsys.readouterr().out
 
 
 def test_global_randomness_is_left_alone() -> None:

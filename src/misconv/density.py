@@ -60,15 +60,16 @@ class _Network(nn.Module):
         self.center.copy_(center)
         self.scale.copy_(deviation.where(deviation > 1e-12, 1))
 
-    def _input(self, x: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
-        """The network's input (B, 2C, H, W) and `observed` as bool, after checks."""
+    def _input(self, x: Tensor, observed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The network's input (B, 2C, H, W), the images and `observed` as bool, after checks."""
         check_images("x", x)
         if x.shape[1] != self.channels:
             raise ValueError(f"x must have the {self.channels} channels of this density, got {describe(x)}")
         observed = check_observed("observed", observed, x)
         check_seen_finite("x", x, observed)
+        x = x.to(torch.promote_types(x.dtype, self.center.dtype))  # mixed precision may have cut the images short
         inside = ((x - self.center) / self.scale).where(observed, 0)
-        return torch.cat([inside, observed.expand(x.shape).to(x.dtype)], 1), observed
+        return torch.cat([inside, observed.expand(x.shape).to(x.dtype)], 1), x, observed
 
     def _output(
         self, x: Tensor, observed: Tensor, logits: Tensor, means: Tensor, factors: Tensor, noise: Tensor
@@ -136,7 +137,7 @@ class LinearDMFA(_Network):
 
     def forward(self, x: Tensor, observed: Tensor) -> MFA:
         """The MFA of every image given its observed pixels."""
-        inside, observed = self._input(x, observed)
+        inside, x, observed = self._input(x, observed)
         if tuple(x.shape[1:]) != self.shape:
             raise ValueError(f"x must hold images of {self.shape}, as this density was made for, got {describe(x)}")
         features = self.features(inside)
@@ -207,7 +208,7 @@ class ConvDMFA(_Network):
 
     def forward(self, x: Tensor, observed: Tensor) -> MFA:
         """The MFA of every image given its observed pixels."""
-        inside, observed = self._input(x, observed)
+        inside, x, observed = self._input(x, observed)
         height, width = x.shape[2:]
         # Halved and doubled again, a side keeps its length if it is a multiple of this; what is added is missing.
         multiple = 2 ** (len(self.widths) - 1)
@@ -322,7 +323,8 @@ class SMFA(nn.Module):
             observed: bool (N, 1, H, W) or (N, C, H, W).
             iterations: at most so many passes over the data.
             tolerance: stop when a pass gains less than this share of the log-likelihood.
-            minibatch: update after every so many images instead of after a pass (stepwise EM).
+            minibatch: update after every so many images instead of after a pass (stepwise EM); of an `x` that yields
+                batches, after each of them.
             noise_floor: the least noise variance, as a share of the images' variance.
             seed: of the start and of the order of minibatches.
             on_iteration: called after every pass with its number and the mean log-likelihood of an image.

@@ -276,7 +276,8 @@ def _run(
         best = _under("best.", tensors)
         _load_optimizer(optimizer.optimizer, _under("optimizer.", tensors))
         history, best_score, best_epoch = meta["history"], meta["best_score"], meta["best_epoch"]
-    with _bar(progress and fabric.global_rank == 0, title, epochs, len(history)) as advance:
+    # Classifiers are trained in rows, with a table at the end; a density is one, and its figures are worth a line.
+    with _bar(progress and fabric.global_rank == 0, title, epochs, len(history), stays=title == "density") as advance:
         for epoch in range(len(history), epochs):
             if patience is not None and history and epoch - 1 - best_epoch >= patience:
                 break
@@ -447,7 +448,7 @@ def _read(checkpoint: str | Path, settings: dict[str, Any]) -> tuple[dict[str, T
 
 
 @contextmanager
-def _bar(show: bool, title: str, total: int, done: int) -> Iterator[Callable[[Record], None]]:
+def _bar(show: bool, title: str, total: int, done: int, *, stays: bool = True) -> Iterator[Callable[[Record], None]]:
     """A progress bar with the figures of the last epoch beside it; yields what moves it on."""
     if not show:
         yield lambda record: None
@@ -456,12 +457,13 @@ def _bar(show: bool, title: str, total: int, done: int) -> Iterator[Callable[[Re
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError as error:
         raise ImportError("progress bars need rich: pip install 'misconv[train]', or pass progress=False") from error
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.fields[figures]}")) as progress:
+    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.fields[figures]}"), transient=not stays) as progress:
         task = progress.add_task(title, total=total, completed=done, figures="")
 
         def advance(record: Record) -> None:
-            figures = "  ".join(f"{name} {value:.4g}" for name, value in record.items() if name != "epoch")
+            figures = "  ".join(f"{name} {value:.3g}" for name, value in record.items() if name != "epoch")
+            figures = figures.replace("validation_", "val ").replace("accuracy", "acc")  # to fit into 80 columns
             progress.update(task, advance=1, figures=figures)
 
         yield advance
