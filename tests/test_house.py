@@ -27,13 +27,15 @@ MAY_IMPORT = {
     "_description": {"torch", "_checks"},
     "store": {"torch", "safetensors", "_checks", "_description"},
     "training": {"torch", "lightning_fabric", "rich", "_checks", "density", "mfa", "missing", "store"},
+    "predict": {"torch", "_checks", "mfa"},
+    "transforms": {"torch", "torchvision"},
     "data": {"torch", "sklearn"},
     "demo": {"torch", "lightning_fabric", "data", "density", "impute", "layers", "mfa", "missing", "training"},
     "_pictures": {"torch", "PIL"},
     "report": {"torch", "_pictures", "demo", "store"},
     "cli": {"torch", "typer", "rich", "demo", "report"},
     "__main__": {"cli"},
-    "__init__": {"density", "functional", "impute", "layers", "mfa", "missing", "store", "training"},
+    "__init__": {"density", "functional", "impute", "layers", "mfa", "missing", "predict", "store", "training"},
 }
 
 

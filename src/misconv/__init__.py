@@ -14,6 +14,7 @@ from misconv.density import SMFA, ConvDMFA, LinearDMFA
 from misconv.layers import MisConv2d, PartialConv2d
 from misconv.mfa import MFA
 from misconv.missing import observe
+from misconv.predict import predictive
 
 if TYPE_CHECKING:
     from misconv.store import load, save
@@ -32,6 +33,7 @@ __all__ = [
     "load",
     "missing",
     "observe",
+    "predictive",
     "save",
 ]
 __version__ = "0.1.0.dev0"

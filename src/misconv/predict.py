@@ -1,0 +1,73 @@
+"""Predictions with doubt: how much of it is due to the pixels that are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from misconv._checks import check_size, describe
+from misconv.mfa import MFA
+
+__all__ = ["Prediction", "predictive"]
+
+
+@dataclass
+class Prediction:
+    """What a classifier says of incomplete images, averaged over what they may be."""
+
+    probabilities: Tensor  # (B, classes), the mean over completions
+    variance: Tensor  # (B, classes), how much the probability of each class varies with the missing pixels
+    share: Tensor  # (B, classes), that variance as a share of all doubt about "is it this class?", p(1 − p)
+
+
+def predictive(
+    network: Callable[[MFA], Tensor],
+    p: MFA,
+    samples: int = 32,
+    *,
+    generator: torch.Generator | None = None,
+) -> Prediction:
+    """Class probabilities averaged over completions, and the part of their doubt that missing pixels make.
+
+    For each class the doubt whether an image belongs to it is q(1 − q), with q its probability. By the law of total
+    variance this is the doubt that stays when all pixels are known, E[qᵢ(1 − qᵢ)], plus the variance of qᵢ over
+    completions i; the second part would go away if nothing were missing.
+
+    Args:
+        network: takes an MFA and returns logits (B, classes), for example a network from `misconv.convert`.
+        p: the images, as their density describes them.
+        samples: completions to draw; the error of all results falls with their root.
+        generator: source of randomness.
+
+    Example:
+        >>> network = lambda p: p.mean.flatten(1) * torch.tensor([1.0, -1.0])
+        >>> one = torch.ones(1, 1, 1, 1, 2)
+        >>> sure = predictive(network, MFA.point(one[0]))
+        >>> sure.probabilities.sum().item(), sure.variance.max().item()
+        (1.0, 0.0)
+        >>> unsure = predictive(network, MFA(torch.zeros(1, 1), one, torch.zeros(1, 1, 0, 1, 1, 2), one))
+        >>> bool((unsure.share > 0.05).all())
+        True
+    """
+    if not isinstance(p, MFA):
+        raise TypeError(f"p must be a misconv.MFA, which a density gives for (x, observed), got {describe(p)}")
+    check_size("samples", samples)
+    with torch.no_grad():
+        mean = square = torch.zeros((), device=p.device)
+        for number in range(1, samples + 1):
+            completion = p.sample(1, generator=generator)[0]
+            logits = network(MFA.point(completion))
+            if not isinstance(logits, Tensor) or logits.dim() != 2:
+                raise ValueError(f"network must return logits (B, classes), got {describe(logits)}")
+            q = logits.double().softmax(1)
+            # Welford's update, which does not subtract large numbers.
+            before = q - mean
+            mean = mean + before / number
+            square = square + before * (q - mean)
+    variance = square / samples
+    doubt = (mean * (1 - mean)).clamp_min(1e-12)
+    kind = p.dtype
+    return Prediction(mean.to(kind), variance.to(kind), (variance / doubt).clamp(0, 1).to(kind))

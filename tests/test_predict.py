@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from misconv import MFA, MisConv2d
+from misconv.predict import predictive
+from tests.reference import random_mfa
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = MisConv2d(2, 4, 3), nn.Linear(64, 3)
+
+    def forward(self, p: MFA) -> Tensor:
+        out: Tensor = self.last(self.first(p).flatten(1))
+        return out
+
+
+def test_complete_images_leave_no_doubt_to_missing_pixels() -> None:
+    network, x = Network(), torch.randn(5, 2, 6, 6)
+    result = predictive(network, MFA.point(x), samples=4)
+    torch.testing.assert_close(result.probabilities, network(MFA.point(x)).softmax(1).detach())
+    assert (result.variance == 0).all()
+    assert (result.share == 0).all()
+
+
+def test_the_law_of_total_variance() -> None:
+    """Against the plain formulas on the same completions."""
+    network, p = Network(), random_mfa(3, 2, 2, (2, 6, 6), torch.rand(3, 1, 6, 6) < 0.5)
+    device = torch.get_default_device()
+    result = predictive(network, p, samples=50, generator=torch.Generator(device).manual_seed(1))
+    generator = torch.Generator(device).manual_seed(1)
+    drawn = torch.stack([p.sample(1, generator=generator)[0] for _ in range(50)])
+    with torch.no_grad():
+        q = torch.stack([network(MFA.point(x)).softmax(1) for x in drawn])  # (S, B, classes)
+    mean = q.mean(0)
+    torch.testing.assert_close(result.probabilities, mean)
+    torch.testing.assert_close(result.variance, q.var(0, correction=0))
+    within = (q * (1 - q)).mean(0)
+    torch.testing.assert_close(within + result.variance, mean * (1 - mean))
+    torch.testing.assert_close(result.share, 1 - within / (mean * (1 - mean)))
+    torch.testing.assert_close(result.probabilities.sum(1), torch.ones(3))
+
+
+def test_more_missing_pixels_more_doubt() -> None:
+    network, shape = Network(), (2, 6, 6)
+    share = []
+    for seen in (0.95, 0.5, 0.0):
+        observed = torch.rand(20, 1, 6, 6, generator=torch.Generator(torch.get_default_device()).manual_seed(0)) < seen
+        share.append(predictive(network, random_mfa(20, 1, 2, shape, observed), samples=64).share.mean())
+    assert share[0] < share[1] < share[2]
+
+
+def test_bad_arguments() -> None:
+    p = random_mfa(2, 1, 1, (2, 6, 6))
+    with pytest.raises(TypeError, match="p must be a misconv.MFA, which a density gives"):
+        predictive(Network(), torch.zeros(2, 2, 6, 6))
+    with pytest.raises(ValueError, match="samples must be an integer of at least 1, got 0"):
+        predictive(Network(), p, samples=0)
+    with pytest.raises(ValueError, match=r"network must return logits \(B, classes\), got"):
+        predictive(lambda p: p.mean, p)
