@@ -38,6 +38,7 @@ bench: $(VENV)/installed
 docs: $(VENV)/installed
 	$(BIN)/python docs/measure.py
 	$(BIN)/python docs/pictures.py
+	$(BIN)/python docs/architectures.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -184,13 +184,38 @@ def test_batch_norm_of_complete_images_is_that_of_torch() -> None:
         close(a, b)
 
 
-def test_batch_norm_gradients() -> None:
+def test_batch_norm_of_complete_images_has_the_bits_of_torch() -> None:
+    """In training too, in any precision."""
+    for type_ in (torch.float64, torch.float32):
+        mean, weight, bias = (
+            torch.randn(4, 1, 3, 5, 5, dtype=type_),
+            torch.randn(3, dtype=type_),
+            torch.randn(3, dtype=type_),
+        )
+        ones = torch.ones(4, 1, dtype=type_)
+        m, _ = batch_norm_moments(mean, torch.zeros_like(mean), ones, None, None, weight, bias, training=True)
+        assert torch.equal(m[:, 0], F.batch_norm(mean[:, 0], None, None, weight, bias, training=True))
+
+
+def test_batch_norm_of_one_component_is_that_of_two_equal_ones() -> None:
+    mean, variance = torch.randn(4, 1, 3, 5, 5), torch.rand(4, 1, 3, 5, 5)
+    weight, bias = torch.randn(3), torch.randn(3)
+    for parameters in ((None, None), (weight, None), (weight, bias)):
+        once = batch_norm_moments(mean, variance, torch.ones(4, 1), None, None, *parameters, training=True)
+        pair = (mean.expand(4, 2, 3, 5, 5), variance.expand(4, 2, 3, 5, 5))
+        twice = batch_norm_moments(*pair, torch.full((4, 2), 0.5), None, None, *parameters, training=True)
+        for a, b in zip(once, twice, strict=True):
+            close(a[:, 0], b[:, 1])
+
+
+@pytest.mark.parametrize("components", [1, 2])
+def test_batch_norm_gradients(components: int) -> None:
     if torch.get_default_dtype() != torch.float64:
         pytest.skip("gradcheck needs float64")
     inputs = [
-        torch.randn(2, 2, 2, 3, 3),
-        torch.rand(2, 2, 2, 3, 3),
-        torch.randn(2, 2),
+        torch.randn(2, components, 2, 3, 3),
+        torch.rand(2, components, 2, 3, 3),
+        torch.randn(2, components),
         torch.rand(2) + 0.5,
         torch.randn(2),
     ]

@@ -27,6 +27,9 @@ MAY_IMPORT = {
     "_description": {"torch", "_checks"},
     "store": {"torch", "safetensors", "_checks", "_description"},
     "training": {"torch", "lightning_fabric", "rich", "_checks", "density", "mfa", "missing", "store"},
+    "_stem": {"torch", "_expectations", "functional", "mfa"},
+    "_search": {"torch", "_stem"},
+    "convert": {"torch", "_checks", "_search", "_stem", "mfa"},
     "predict": {"torch", "_checks", "mfa"},
     "transforms": {"torch", "torchvision"},
     "data": {"torch", "sklearn"},
@@ -35,7 +38,18 @@ MAY_IMPORT = {
     "report": {"torch", "_pictures", "demo", "store"},
     "cli": {"torch", "typer", "rich", "demo", "report"},
     "__main__": {"cli"},
-    "__init__": {"density", "functional", "impute", "layers", "mfa", "missing", "predict", "store", "training"},
+    "__init__": {
+        "convert",
+        "density",
+        "functional",
+        "impute",
+        "layers",
+        "mfa",
+        "missing",
+        "predict",
+        "store",
+        "training",
+    },
 }
 
 

@@ -10,6 +10,7 @@ torch.Size([50, 16, 8, 8])
 from typing import TYPE_CHECKING, Any
 
 from misconv import functional, impute, missing
+from misconv.convert import convert
 from misconv.density import SMFA, ConvDMFA, LinearDMFA
 from misconv.layers import MisConv2d, PartialConv2d
 from misconv.mfa import MFA
@@ -27,6 +28,7 @@ __all__ = [
     "LinearDMFA",
     "MisConv2d",
     "PartialConv2d",
+    "convert",
     "fit_density",
     "functional",
     "impute",

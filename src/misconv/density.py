@@ -29,6 +29,7 @@ class _Network(nn.Module):
 
     center: Tensor
     scale: Tensor
+    logits: nn.Linear | None
 
     def __init__(self, channels: int, components: int, rank: int, noise_floor: float) -> None:
         super().__init__()
@@ -70,6 +71,13 @@ class _Network(nn.Module):
         x = x.to(torch.promote_types(x.dtype, self.center.dtype))  # mixed precision may have cut the images short
         inside = ((x - self.center) / self.scale).where(observed, 0)
         return torch.cat([inside, observed.expand(x.shape).to(x.dtype)], 1), x, observed
+
+    def _weigh(self, features: Tensor) -> Tensor:
+        """Logits (B, K) of the components."""
+        if self.logits is None:
+            return features.new_zeros(len(features), 1)
+        logits: Tensor = self.logits(features)
+        return logits
 
     def _output(
         self, x: Tensor, observed: Tensor, logits: Tensor, means: Tensor, factors: Tensor, noise: Tensor
@@ -125,7 +133,7 @@ class LinearDMFA(_Network):
             nn.Flatten(),
         )  # fmt: skip
         width_in, pixels = 32 * height * width, channels * height * width
-        self.logits = nn.Linear(width_in, components)
+        self.logits = nn.Linear(width_in, components) if components > 1 else None  # one needs no weight
         self.means = nn.Linear(width_in, components * pixels)
         self.factors = nn.Linear(width_in, components * rank * pixels) if rank else None
         self.noise = nn.Linear(width_in, components * pixels)
@@ -147,7 +155,7 @@ class LinearDMFA(_Network):
 
         factors = x.new_zeros(len(x), 0, *x.shape[2:]) if self.factors is None else image(self.factors(features))
         return self._output(
-            x, observed, self.logits(features), image(self.means(features)), factors, image(self.noise(features))
+            x, observed, self._weigh(features), image(self.means(features)), factors, image(self.noise(features))
         )
 
 
@@ -198,7 +206,7 @@ class ConvDMFA(_Network):
         self.means = _head(inside, components * channels)
         self.factors = _head(inside, components * rank * channels) if rank else None
         self.noise = _head(inside, components * channels)
-        self.logits = nn.Linear(inside, components)
+        self.logits = nn.Linear(inside, components) if components > 1 else None  # one needs no weight
         _part_components(self.means[-1], self.noise[-1])
 
     def config(self) -> dict[str, Any]:
@@ -215,7 +223,7 @@ class ConvDMFA(_Network):
         features = self.features(F.pad(inside, (0, -width % multiple, 0, -height % multiple)))
         features = features[..., :height, :width]
         factors = x.new_zeros(len(x), 0, height, width) if self.factors is None else self.factors(features)
-        logits = self.logits(features.mean((2, 3)))
+        logits = self._weigh(features.mean((2, 3)))
         return self._output(x, observed, logits, self.means(features), factors, self.noise(features))
 
 

@@ -172,10 +172,17 @@ def batch_norm_moments(
             running_mean.lerp_(center.to(running_mean.dtype), momentum)
             running_var.lerp_((total * (count / (count - 1))).to(running_var.dtype), momentum)
     scale = torch.rsqrt(total + eps) * (1 if weight is None else weight)
-    normed = deviation * scale.view(-1, 1, 1)
-    if bias is not None:
-        normed = normed + bias.view(-1, 1, 1)
-    return normed.to(mean.dtype), variance * scale.square().view(-1, 1, 1)
+    spread = variance * scale.square().view(-1, 1, 1)
+    offset = center.new_zeros(()) if bias is None else bias.view(-1, 1, 1)
+    if weights.shape[-1] > 1:
+        return (deviation * scale.view(-1, 1, 1) + offset).to(mean.dtype), spread
+    # One component: torch's own normalization of the means, shrunk by the variance it does not know of. Where nothing
+    # is missing the ratio is exactly 1, and the result has torch's bits.
+    flat = F.batch_norm(mean.flatten(0, -4), None, None, weight, bias, True, 0.0, eps).view(mean.shape)
+    between = deviation.square().mean((0, 1, 3, 4))
+    within = variance.mean((0, 1, 3, 4))
+    ratio = torch.sqrt((between + eps) / (between + within + eps)).view(-1, 1, 1)
+    return flat + ((flat - offset) * (ratio - 1)).to(flat.dtype), spread
 
 
 def partial_conv2d(

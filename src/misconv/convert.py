@@ -1,0 +1,304 @@
+"""Any network, one line: let it read images with missing pixels."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from misconv._checks import check_images, check_observed, check_seen_finite, describe, readable
+from misconv._search import Search, find
+from misconv._stem import Follow, State, Stem, mark
+from misconv.mfa import MFA
+
+__all__ = ["Converted", "convert"]
+
+# Sides of the images a network is tried on, until it takes one.
+_SIDES = (64, 32, 28, 96, 128, 16, 8, 224, 256, 299, 384)
+
+
+def convert(
+    model: nn.Module, density: nn.Module | None = None, *, stem: str | tuple[str, ...] | None = None
+) -> Converted:
+    """Make a network that reads images with missing pixels out of one that reads complete images.
+
+    Its stem (the first convolution, the batch normalization and the activation behind it) then returns the expected
+    activation over everything the missing pixels may be; the rest stays as it is. For complete images the result is
+    the network's own, which is tried on random images before anything is returned. `model` itself is left as it was.
+
+    Args:
+        model: any network whose first convolution receives the images themselves.
+        density: any module (x, observed) → `MFA`; None where the converted network is always called with an MFA.
+        stem: names of the convolution, the normalization and the activation as in ``model.named_modules()``, where
+            they are not to be searched for: ``"conv1"`` or ``("conv1", "bn1", "act")``.
+
+    Example:
+        >>> from misconv import ConvDMFA
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveMaxPool2d(1))
+        >>> net = convert(model, ConvDMFA(channels=3))
+        >>> x = torch.rand(4, 3, 16, 16)
+        >>> x[:, :, 4:9, 4:9] = float("nan")
+        >>> net(x).shape
+        torch.Size([4, 8, 1, 1])
+        >>> print(net.stem)
+        0 → 1 → 2
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {describe(model)}")
+    if isinstance(model, Converted):
+        raise TypeError("model is converted already; pass its .network, the network inside")
+    if density is not None and not callable(density):
+        raise TypeError(f"density must be a module (x, observed) -> MFA or None, got {describe(density)}")
+    names = _check_names(model, stem)
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    if not convolutions:
+        raise ValueError(
+            f"model must hold a torch.nn.Conv2d, but there is none in {type(model).__name__}; for other networks, fill "
+            "the holes first, for example with misconv.impute"
+        )
+    network = copy.deepcopy(model)
+    modes = [(module, module.training) for module in network.modules()]
+    network.eval()
+    with torch.no_grad(), _same_randomness(network):
+        image = _acceptable(network, density)
+        search = Search(image)
+        handles = search.watch(network)
+        try:
+            with search:
+                result = network(image)
+            search.returned(_plain(result))
+        finally:
+            for handle in handles:
+                handle.remove()
+        found, activation, others = find(network, search, names)
+        if found.named:
+            assert found.activation is not None
+            mark(network.get_submodule(found.activation))
+        converted = Converted(network, density, found, activation, image.shape[1])
+        _prove(converted, image)
+    for module, training in modes:
+        module.training = training
+    converted.training = model.training
+    _tell(found, others, explicit=bool(names))
+    return converted
+
+
+class Converted(nn.Module):
+    """A network behind a density: what `convert` returns.
+
+    `network` is a copy of the user's network, with all its names; called directly with complete images it is that
+    network. `density` says what missing pixels may be. `stem` names the layers that were found.
+    """
+
+    def __init__(
+        self, network: nn.Module, density: nn.Module | None, stem: Stem, activation: nn.Module | None, channels: int
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.density = density
+        self.stem = stem
+        self.activation = activation  # has no parameters; one that has stays in the network
+        self.channels = channels
+
+    def forward(self, x: Tensor | MFA, observed: Tensor | None = None, **kwargs: Any) -> Any:
+        """What the network returns, expected over the missing pixels at its stem.
+
+        Args:
+            x: images (B, C, H, W) in which NaN marks missing pixels; or images and `observed`; or an MFA.
+            observed: bool (B, 1, H, W) or (B, C, H, W), True where the pixel was seen.
+            kwargs: passed on to the network.
+        """
+        p = self.what_may_be(x, observed)
+        image = p.mean
+        plain = not torch.compiler.is_compiling() and all(type(p) is nn.Parameter for p in self.network.parameters())
+        state = State(self.stem, p, image, self._activation(), plain)
+        with Follow(state):
+            try:
+                result = self.network(image, **kwargs)
+            finally:
+                state.end()
+        if state.now is not None:
+            raise RuntimeError(
+                f"the network did not run its stem {self.stem} as it did when it was converted; convert it again in "
+                "the form it has now"
+            )
+        return result
+
+    def what_may_be(self, x: Tensor | MFA, observed: Tensor | None = None) -> MFA:
+        """The MFA of the arguments of `forward`."""
+        if isinstance(x, MFA):
+            if observed is not None:
+                raise TypeError("observed must be None where x is an MFA, which knows what was observed")
+            p = x
+        else:
+            check_images("x", x)
+            self._check_channels(x)
+            p = self._complete(x, observed) if self.density is None else self._ask(x, observed)
+        self._check_channels(p.means)
+        return p
+
+    def _complete(self, x: Tensor, observed: Tensor | None) -> MFA:
+        if observed is not None or (readable(x) and bool(x.isnan().any())):
+            what = "observed" if observed is not None else "x with NaN"
+            raise ValueError(
+                f"{what} needs a density that says what the missing pixels may be; pass one to "
+                "convert(model, density), or call the network with an MFA"
+            )
+        return MFA.point(x)
+
+    def _ask(self, x: Tensor, observed: Tensor | None) -> MFA:
+        assert self.density is not None
+        observed = ~x.isnan() if observed is None else check_observed("observed", observed, x)
+        check_seen_finite("x", x, observed)
+        p = self.density(x.where(observed, 0), observed)
+        if not isinstance(p, MFA) or p.shape != x.shape:
+            raise TypeError(f"density must return a misconv.MFA of images {tuple(x.shape)}, got {describe(p)}")
+        return p
+
+    def _check_channels(self, images: Tensor) -> None:
+        if images.shape[-3] != self.channels:
+            raise ValueError(f"x must have the {self.channels} channels that the network reads, got {describe(images)}")
+
+    def _activation(self) -> nn.Module | None:
+        if self.activation is not None or self.stem.activation is None:
+            return self.activation
+        return self.network.get_submodule(self.stem.activation)
+
+    def extra_repr(self) -> str:
+        """The stem."""
+        return f"stem: {self.stem}"
+
+
+# Inside ------------------------------------------------------------------------------------------------------------
+
+
+def _check_names(model: nn.Module, stem: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if stem is None:
+        return ()
+    names = (stem,) if isinstance(stem, str) else tuple(stem)
+    modules = dict(model.named_modules())
+    if not 1 <= len(names) <= 3 or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"stem must be the names of a convolution, a normalization and an activation, got {stem!r}")
+    for name in names:
+        if name not in modules or not name:
+            raise ValueError(
+                f"stem must hold names of modules of the network, and {name!r} is none; they are listed by "
+                f"model.named_modules() and begin with {', '.join(repr(n) for n in list(modules)[1:6])}"
+            )
+    if not isinstance(modules[names[0]], nn.Conv2d):
+        raise ValueError(f"stem must begin with a torch.nn.Conv2d, got {names[0]!r}, {describe(modules[names[0]])}")
+    return names
+
+
+def _acceptable(network: nn.Module, density: nn.Module | None) -> Tensor:
+    """Two random images of a size that the network takes."""
+    convolutions = [module for module in network.modules() if isinstance(module, nn.Conv2d)]
+    like = convolutions[0].weight
+    channels = dict.fromkeys(module.in_channels for module in convolutions[:5])
+    shapes = [(count, *size) for count in channels for size in _sizes(network)]
+    # Some densities are made for one size alone.
+    wanted = getattr(density, "shape", None) or getattr(getattr(density, "means", None), "shape", (0,))[1:]
+    if isinstance(wanted, tuple) and len(wanted) == 3:
+        shapes.insert(0, wanted)
+    reason: Exception | None = None
+    for shape in shapes:
+        image = torch.randn(2, *shape, dtype=like.dtype, device=like.device)
+        try:
+            network(image)
+        except Exception as error:  # whatever a network may raise at a size it was not made for
+            reason = reason or error
+        else:
+            return image
+    raise ValueError(
+        f"model must take a batch of images (B, C, H, W) as its only argument, but it failed on random ones of each of "
+        f"{shapes[:12]}; on the first with {type(reason).__name__}: {reason}. If it takes one size alone, say which: "
+        "model.image_size = (height, width)"
+    )
+
+
+def _sizes(network: nn.Module) -> list[tuple[int, int]]:
+    """The size the network says it wants, where it does, and the usual ones; a small one first, as most take any."""
+    config: Any
+    said: list[Any] = [getattr(network, "image_size", None)]
+    for name in ("pretrained_cfg", "default_cfg"):
+        config = getattr(network, name, None)
+        said.append(config.get("input_size", (None,))[-1] if hasattr(config, "get") else None)
+    sizes: list[tuple[int, int]] = [(64, 64)]
+    for size in (*said, *_SIDES):
+        if isinstance(size, int):
+            sizes.append((size, size))
+        elif isinstance(size, tuple) and len(size) == 2:
+            sizes.insert(0, size)
+    return list(dict.fromkeys(sizes))
+
+
+def _prove(converted: Converted, image: Tensor) -> None:
+    """Complete images must give what they gave before, incomplete ones numbers."""
+    torch.manual_seed(0)
+    expected = converted.network(image)
+    torch.manual_seed(0)
+    actual = converted(MFA.point(image))
+    before, after = (pytree.tree_leaves(_plain(result)) for result in (expected, actual))
+    same = len(before) == len(after) and all(_equal(a, b) for a, b in zip(before, after, strict=True))
+    if not same:
+        raise ValueError(
+            f"model must give the same result for complete images after conversion, but with the stem {converted.stem} "
+            f"it does not; name its parts, for example stem={converted.stem.convolution!r}"
+        )
+    batch, _, height, width = image.shape
+    half = torch.arange(width, device=image.device).expand(batch, 1, height, width) < width // 2
+    ones = torch.ones_like(image).unsqueeze(1)
+    p = MFA(image.new_zeros(batch, 1), image.unsqueeze(1), 0.5 * ones.unsqueeze(1), ones, half)
+    known = [leaf.isfinite().all() for leaf in before if isinstance(leaf, Tensor)]
+    found = [leaf.isfinite().all() for leaf in pytree.tree_leaves(_plain(converted(p))) if isinstance(leaf, Tensor)]
+    if all(known) and not all(found):
+        raise ValueError(
+            f"model must give finite results for incomplete images, but with stem {converted.stem} it fails"
+        )
+
+
+def _plain(result: Any) -> Any:
+    """Results of classes that torch's trees do not know, as dictionaries."""
+    return dict(vars(result)) if hasattr(result, "__dict__") and not isinstance(result, Tensor | dict) else result
+
+
+def _equal(before: Any, after: Any) -> bool:
+    if not isinstance(before, Tensor):
+        return not isinstance(after, Tensor)
+    if not isinstance(after, Tensor) or before.shape != after.shape or before.dtype != after.dtype:
+        return False
+    if before.device.type == "cpu" or not before.is_floating_point():
+        return torch.equal(before.nan_to_num(), after.nan_to_num())
+    # A GPU may choose another algorithm for the same convolution.
+    return torch.allclose(before, after, rtol=1e-3, atol=1e-3 * float(before.abs().max()), equal_nan=True)
+
+
+@contextmanager
+def _same_randomness(network: nn.Module) -> Iterator[None]:
+    """Random images that are always the same, without touching the user's random numbers."""
+    devices = {p.device for p in network.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):
+        torch.manual_seed(0)
+        yield
+
+
+def _tell(stem: Stem, others: list[str], *, explicit: bool) -> None:
+    if stem.activation is None and not explicit:
+        warnings.warn(
+            f"no pointwise activation follows the first convolution, {stem.convolution!r}: the stem is linear, and the "
+            "expectation of a linear stem equals imputing the mean. If an activation of your own follows, name the "
+            f"parts: stem=({stem.convolution!r}, normalization, activation)",
+            stacklevel=3,
+        )
+    if others:
+        warnings.warn(
+            f"besides the convolution {stem.convolution!r} the image is also read by {', '.join(others)}, which gets "
+            "the mean image in place of missing pixels",
+            stacklevel=3,
+        )
