@@ -634,3 +634,18 @@ def test_a_network_that_changed_is_noticed(net: Converted) -> None:
     net.network.activation = torch.tanh
     with pytest.raises(RuntimeError, match="did not run its stem conv → bn → silu"):
         net(incomplete()[0])
+
+
+def test_saved_and_loaded_like_any_module(tmp_path: Path) -> None:
+    """`misconv.save` stores a converted network, and `load` fills one converted alike."""
+
+    def make() -> nn.Module:
+        cnn = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+        return misconv.convert(cnn, misconv.ConvDMFA(3, rank=1, widths=(4,), depths=(1,)))
+
+    net, other = make().eval(), make()
+    x = torch.rand(2, 3, 8, 8).masked_fill(torch.rand(2, 1, 8, 8) < 0.3, torch.nan)
+    misconv.save(net, tmp_path / "net.safetensors")
+    misconv.load(tmp_path / "net.safetensors", into=other)
+    assert torch.equal(other(x), net(x))
+    other.load_state_dict(net.state_dict())
