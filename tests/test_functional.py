@@ -194,7 +194,12 @@ def test_batch_norm_of_complete_images_has_the_bits_of_torch() -> None:
         )
         ones = torch.ones(4, 1, dtype=type_)
         m, _ = batch_norm_moments(mean, torch.zeros_like(mean), ones, None, None, weight, bias, training=True)
-        assert torch.equal(m[:, 0], F.batch_norm(mean[:, 0], None, None, weight, bias, training=True))
+        plain = F.batch_norm(mean[:, 0], None, None, weight, bias, training=True)
+        assert torch.equal(m[:, 0], plain)
+        # Also as several components that agree.
+        three, weights = mean.expand(4, 3, 3, 5, 5), torch.rand(4, 3, dtype=type_).softmax(1)
+        m, _ = batch_norm_moments(three, torch.zeros_like(three), weights, None, None, weight, bias, training=True)
+        assert torch.equal(m, plain.unsqueeze(1).expand_as(m))
 
 
 def test_batch_norm_of_one_component_is_that_of_two_equal_ones() -> None:

@@ -164,25 +164,27 @@ def batch_norm_moments(
             "training needs more than one value per channel to normalize over, "
             f"got one image with a response of 1×1, mean of shape {tuple(mean.shape)}"
         )
-    center = (share * wide).sum((0, 1, 3, 4)) / count
-    deviation = wide - center.view(-1, 1, 1)
-    total = (share * (variance + deviation.square())).sum((0, 1, 3, 4)) / count
+    over = (0, 1, 3, 4)  # all but the channels
+    # Everything relative to the first component, normalized by torch itself: where all components agree and nothing
+    # varies, the differences are exactly zero and the result has torch's bits.
+    first = wide.narrow(1, 0, 1)
+    start = first.mean(over)
+    deviation = first - start.view(-1, 1, 1)
+    shift = (share * (wide - first)).sum(over) / count
+    apart = wide - first - shift.view(-1, 1, 1)  # (B, K, O, H', W'), so that mean − center = deviation + apart
+    between = deviation.square().mean(over)
+    total = between + (share * (variance + apart * (apart + 2 * deviation))).sum(over) / count
+    total = total.clamp_min(0)
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
-            running_mean.lerp_(center.to(running_mean.dtype), momentum)
+            running_mean.lerp_((start + shift).to(running_mean.dtype), momentum)
             running_var.lerp_((total * (count / (count - 1))).to(running_var.dtype), momentum)
-    scale = torch.rsqrt(total + eps) * (1 if weight is None else weight)
-    spread = variance * scale.square().view(-1, 1, 1)
-    offset = center.new_zeros(()) if bias is None else bias.view(-1, 1, 1)
-    if weights.shape[-1] > 1:
-        return (deviation * scale.view(-1, 1, 1) + offset).to(mean.dtype), spread
-    # One component: torch's own normalization of the means, shrunk by the variance it does not know of. Where nothing
-    # is missing the ratio is exactly 1, and the result has torch's bits.
-    flat = F.batch_norm(mean.flatten(0, -4), None, None, weight, bias, True, 0.0, eps).view(mean.shape)
-    between = deviation.square().mean((0, 1, 3, 4))
-    within = variance.mean((0, 1, 3, 4))
-    ratio = torch.sqrt((between + eps) / (between + within + eps)).view(-1, 1, 1)
-    return flat + ((flat - offset) * (ratio - 1)).to(flat.dtype), spread
+    scale = (torch.rsqrt(total + eps) * (1 if weight is None else weight)).view(-1, 1, 1)
+    offset = start.new_zeros(()) if bias is None else bias.view(-1, 1, 1)
+    ratio = torch.sqrt((between + eps) / (total + eps)).view(-1, 1, 1)
+    plain = F.batch_norm(mean.select(1, 0), None, None, weight, bias, True, 0.0, eps).unsqueeze(1)
+    normed = plain + (plain - offset) * (ratio - 1) + apart * scale
+    return normed.to(mean.dtype), variance * scale.square()
 
 
 def partial_conv2d(
