@@ -283,10 +283,10 @@ def markdown(record: dict[str, Any]) -> str:
         "noise is left (8 images; responses of one share completions, so it scatters).",
         f"- torch {record['torch']}, torchvision {record['torchvision']}, timm {record['timm']}, {record['device']}.",
         "",
-        "*eval* and *train*: largest absolute difference on complete images, in evaluation and in training mode (float32; "
-        "in training relative to the largest output or 1). *holes*: NaN in, finite numbers out. *gradients*: all "
-        "finite, and they reach the density. *MC*: relative error of the stem against Monte Carlo / Monte Carlo's own "
-        "standard error.",
+        "*eval* and *train*: largest absolute difference on complete images, in evaluation and in training mode "
+        "(float32; in training relative to the largest output or 1). *holes*: NaN in, finite numbers out. "
+        "*gradients*: all finite, and they reach the density. *MC*: relative error of the stem against Monte Carlo / "
+        "Monte Carlo's own standard error.",
         "",
         "| library | family | model | stem | eval | train | holes | gradients | MC, % |",
         "| :-- | :-- | :-- | :-- | --: | --: | :-- | :-- | --: |",
