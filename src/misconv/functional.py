@@ -182,7 +182,9 @@ def batch_norm_moments(
     scale = (torch.rsqrt(total + eps) * (1 if weight is None else weight)).view(-1, 1, 1)
     offset = start.new_zeros(()) if bias is None else bias.view(-1, 1, 1)
     ratio = torch.sqrt((between + eps) / (total + eps)).view(-1, 1, 1)
-    plain = F.batch_norm(mean.select(1, 0), None, None, weight, bias, True, 0.0, eps).unsqueeze(1)
+    alone = mean.select(1, 0)
+    alone = alone if mean.shape[1] == 1 else alone.contiguous()  # laid out as a plain response would be
+    plain = F.batch_norm(alone, None, None, weight, bias, True, 0.0, eps).unsqueeze(1)
     normed = plain + (plain - offset) * (ratio - 1) + apart * scale
     return normed.to(mean.dtype), variance * scale.square()
 
