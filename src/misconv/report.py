@@ -360,8 +360,9 @@ def _made(demo: Demo, facts: dict[str, Any]) -> str:
     return (
         f"<p>From scratch, in {demo.seconds:.0f} seconds, on handwritten digits that ship with scikit-learn "
         f"({' × '.join(map(str, demo.truth.shape[-2:]))} pixels). Validation digits chose the epoch of every training; "
-        f"the test digits were read once. The same seed, versions and number of threads ({facts['threads']}) give "
-        "the same numbers:</p>"
+        "the test digits were read once in this run. But the settings were chosen after a few trial runs on the same "
+        "digits: an illustration, not a benchmark. The same seed, versions and number of threads "
+        f"({facts['threads']}) give the same numbers:</p>"
         f"<pre><code>{escape(command)}</code></pre>"
         f'<details class="card"><summary>Settings and versions</summary><dl>{listed}</dl></details>'
         "<p>All numbers are in <code>results.json</code> beside this page. To use this on images of your own, read "
