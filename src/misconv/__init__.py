@@ -10,6 +10,7 @@ torch.Size([50, 16, 8, 8])
 from typing import TYPE_CHECKING, Any
 
 from misconv import functional, impute, missing
+from misconv._path import plain
 from misconv.convert import convert
 from misconv.density import SMFA, ConvDMFA, LinearDMFA
 from misconv.layers import MisConv2d, PartialConv2d
@@ -35,6 +36,7 @@ __all__ = [
     "load",
     "missing",
     "observe",
+    "plain",
     "predictive",
     "save",
 ]

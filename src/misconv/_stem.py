@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from misconv._expectations import Activation
-from misconv.functional import batch_norm_moments, mix_expectations, raw_moments
+from misconv._padding import Padding, Pair, output_size
+from misconv.functional import (
+    Affine,
+    batch_norm_moments,
+    fixed_batch_norm,
+    mix_expectations,
+    padded,
+    raw_moments,
+    respond,
+)
 from misconv.mfa import MFA
 
 __all__ = ["HARMLESS", "Follow", "State", "Stem", "harmless", "mark", "per_channel", "plain_name"]
@@ -47,6 +56,8 @@ class Stem:
         return " → ".join(part for part in parts if part is not None)
 
 
+Convolution = tuple[MFA, Tensor, Tensor | None, Pair, Padding, Pair, int, str]
+
 # Running -----------------------------------------------------------------------------------------------------------
 
 
@@ -59,7 +70,9 @@ class State:
     def __init__(self, stem: Stem, p: MFA, image: Tensor, activation: Activation | None, plain: bool = False) -> None:
         self.stem, self.p, self.activation, self.plain = stem, p, activation, plain
         self.now: Tensor | None = image  # the tensor that stands for the moments on their way through the network
-        self.mean = self.variance = image
+        self.convolution: Convolution | None = None  # images and arguments
+        self.norm: Affine | None = None  # as long as it looks at no batch
+        self.moments: tuple[Tensor, Tensor] | None = None  # where a normalization had to see them
         self.convolved = self.normalized = False
         self.margins: tuple[int, ...] | None = None
         self.margin_mode = "constant"
@@ -123,10 +136,7 @@ def _answer(state: State, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     if func is F.batch_norm and stem.norm is not None and not stem.affine and not state.normalized:
         return _normalize(state, *args, **kwargs)
     if stem.affine and name in ("mul", "add") and stem.norm is not None and per_channel(args, kwargs):
-        state.mean = func(state.mean, args[1])
-        if name == "mul":
-            factor = args[1] if isinstance(args[1], Tensor) else torch.as_tensor(args[1])
-            state.variance = state.variance * factor.to(state.variance).square()
+        state.norm = _arithmetic(state.norm, func, name == "mul", args[1])
         return _hand_on(state)
     if name == stem.function and not stem.named:
         return _activate(state)
@@ -145,14 +155,28 @@ def _convolve(
 ) -> Tensor:
     p, mode = state.p, "zeros"
     if state.margins is not None and state.margin_mode == "constant":
-        p = _pad(p, state.margins)
+        p = padded(p, state.margins)
     elif state.margins is not None:
         left, _, top, _ = state.margins
         padding, mode = (top, left), state.margin_mode
-    state.mean, state.variance = raw_moments(p, weight, bias, stride, padding, dilation, groups, mode)
+    state.convolution = (p, weight, bias, stride, padding, dilation, groups, mode)
     state.convolved = True
     last = state.stem.norm is None and state.stem.activation is None
     return _activate(state) if last else _hand_on(state)
+
+
+def _arithmetic(before: Affine | None, func: Callable[..., Tensor], scales: bool, operand: Any) -> Affine:
+    """One more multiplication or addition of a number per channel."""
+
+    def apply(response: Tensor) -> Tensor:
+        return func(response if before is None else before.apply(response), operand)
+
+    def coefficients() -> tuple[Tensor, Tensor]:
+        number = torch.as_tensor(operand).flatten()
+        slope, offset = (torch.ones_like(number), torch.zeros_like(number)) if before is None else before.coefficients()
+        return (slope * number, offset * number) if scales else (slope, offset + number)
+
+    return Affine(apply, coefficients)
 
 
 def _normalize(
@@ -166,44 +190,45 @@ def _normalize(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    state.mean, state.variance = batch_norm_moments(
-        state.mean,
-        state.variance,
-        state.p.weights,
-        running_mean,
-        running_var,
-        weight,
-        bias,
-        training=training,
-        momentum=momentum,
-        eps=eps,
-    )
     state.normalized = True
+    if not training and running_mean is not None and running_var is not None:
+        state.norm = fixed_batch_norm(running_mean, running_var, weight, bias, eps)
+    else:
+        assert state.convolution is not None
+        state.moments = batch_norm_moments(
+            *raw_moments(*state.convolution),
+            state.p.weights,
+            running_mean,
+            running_var,
+            weight,
+            bias,
+            training=training,
+            momentum=momentum,
+            eps=eps,
+        )
     return _activate(state) if state.stem.activation is None else _hand_on(state)
 
 
 def _hand_on(state: State) -> Tensor:
     """The next stand-in. It has the right shape and type; nobody reads its values, as `find` has made sure."""
-    state.now = state.mean.select(-4, 0)
+    assert state.convolution is not None
+    p, weight, _, stride, padding, dilation, _, _ = state.convolution
+    device = weight.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    size = (len(p), weight.shape[0], *output_size(p.shape[-2:], weight.shape[-2:], stride, padding, dilation))
+    # An activation that the user has named does compute something with it, perhaps in place.
+    named = state.stem.named
+    state.now = weight.new_zeros(size, dtype=dtype) if named else weight.new_empty((), dtype=dtype).expand(size)
     return state.now
 
 
 def _activate(state: State) -> Tensor:
     state.now = None
     activation = "identity" if state.activation is None else state.activation
-    return mix_expectations(state.p, activation, state.mean, state.variance)
-
-
-def _pad(p: MFA, margins: tuple[int, ...]) -> MFA:
-    """Zeros around the images, which are certain."""
-    height, width = p.shape[-2:]
-    observed = p.observed
-    if observed is None:
-        observed = torch.zeros(len(p), 1, height, width, dtype=torch.bool, device=p.device)
-    means, factors, noise = (
-        F.pad(t.flatten(1, -3), margins).unflatten(1, t.shape[1:-2]) for t in (p.means, p.factors, p.noise)
-    )
-    return MFA(p.logits, means, factors, noise, F.pad(observed, margins, value=True), check=False)
+    if state.moments is not None:
+        return mix_expectations(state.p, activation, *state.moments)
+    assert state.convolution is not None
+    return respond(*state.convolution, state.norm, activation)
 
 
 def _padding(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from misconv import _touched
 from misconv._checks import check_images, check_observed, check_seen_finite, describe, readable
 from misconv._expectations import Activation, expectation
+from misconv._padding import Padding, Pair, margins, repeated_noise
+from misconv._path import HAS_TRITON, by_itself, is_plain
 from misconv.mfa import MFA
 
 __all__ = ["batch_norm_moments", "conv2d_moments", "expected_activation", "expected_conv2d", "partial_conv2d"]
 
-Pair = int | tuple[int, ...]
-Padding = int | str | tuple[int, ...]
 PaddingMode = str
 
 
@@ -95,7 +99,8 @@ def expected_conv2d(
     """The expected activation of a convolution over everything the missing pixels may be.
 
     ``Σ_k π_k E[f(N(m_k, σ_k²))]`` with the moments of `conv2d_moments`. A window without a missing pixel gives what
-    the plain convolution and activation give, bit for bit.
+    the plain convolution and activation give: on a CPU bit for bit, on a GPU, where a fused kernel computes it, up to
+    rounding (`misconv.plain` has the bits there too).
 
     Returns:
         (B, O, H', W').
@@ -106,7 +111,49 @@ def expected_conv2d(
         >>> bool((expected_conv2d(MFA.point(x), weight) == torch.relu(torch.conv2d(x, weight))).all())
         True
     """
+    return respond(p, weight, bias, stride, padding, dilation, groups, padding_mode, None, activation)
+
+
+class Affine(NamedTuple):
+    """A normalization whose statistics stand still: one affine map for each channel."""
+
+    apply: Callable[[Tensor], Tensor]  # to responses (N, O, H', W'), with the rounding of the network itself
+    coefficients: Callable[[], tuple[Tensor, Tensor]]  # slope and offset, (O,) each
+
+
+def respond(
+    p: MFA,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Pair,
+    padding: Padding,
+    dilation: Pair,
+    groups: int,
+    padding_mode: PaddingMode,
+    norm: Affine | None,
+    activation: Activation,
+) -> Tensor:
+    """The expected activation (B, O, H', W') of a convolution and a fixed normalization, by the fastest path there is.
+
+    On a GPU that is a fused kernel; on a CPU the expectation is computed only in windows that touch a missing pixel.
+    """
+    if isinstance(p, MFA) and not is_plain():
+        arguments = (p, weight, bias, stride, padding, dilation, groups, padding_mode, norm, activation)
+        fast: Tensor | None = None
+        if p.means.is_cuda and HAS_TRITON:
+            from misconv import _triton  # Triton takes its time to import, and may not be there
+
+            fast = _triton.respond(*arguments)
+        elif p.means.device.type == "cpu":
+            parts = (p.logits, p.means, p.factors, p.noise, p.observed, weight, bias)
+            if by_itself(*(part for part in parts if part is not None)):
+                check_convolution(p, weight, bias, padding, groups, padding_mode)
+                fast = _touched.respond(*arguments)
+        if fast is not None:
+            return fast
     mean, variance = raw_moments(p, weight, bias, stride, padding, dilation, groups, padding_mode)
+    if norm is not None:
+        mean, variance = normalized(norm, mean, variance)
     return mix_expectations(p, activation, mean, variance)
 
 
@@ -152,10 +199,7 @@ def batch_norm_moments(
         True
     """
     if not training and running_mean is not None and running_var is not None:
-        flat = mean.flatten(0, -4)  # (B·K, O, H', W')
-        normed = F.batch_norm(flat, running_mean, running_var, weight, bias, False, 0.0, eps).view(mean.shape)
-        scale = torch.rsqrt(running_var + eps) * (1 if weight is None else weight)
-        return normed, variance * scale.to(variance.dtype).square().view(-1, 1, 1)
+        return normalized(fixed_batch_norm(running_mean, running_var, weight, bias, eps), mean, variance)
     wide = mean.to(variance.dtype)
     share = weights.to(wide.dtype)[..., None, None, None]  # (B, K, 1, 1, 1)
     count = mean.shape[0] * mean.shape[-2] * mean.shape[-1]
@@ -246,6 +290,37 @@ def partial_conv2d(
 # Inside ----------------------------------------------------------------------------------------------------------
 
 
+def padded(p: MFA, around: tuple[int, ...]) -> MFA:
+    """Zeros around the images, which are certain; `margins` as `torch.nn.functional.pad` wants them."""
+    height, width = p.shape[-2:]
+    observed = p.observed
+    if observed is None:
+        observed = torch.zeros(len(p), 1, height, width, dtype=torch.bool, device=p.device)
+    means, factors, noise = (
+        F.pad(t.flatten(1, -3), around).unflatten(1, t.shape[1:-2]) for t in (p.means, p.factors, p.noise)
+    )
+    return MFA(p.logits, means, factors, noise, F.pad(observed, around, value=True), check=False)
+
+
+def fixed_batch_norm(
+    running_mean: Tensor, running_var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Affine:
+    """`torch.nn.functional.batch_norm` in evaluation."""
+
+    def coefficients() -> tuple[Tensor, Tensor]:
+        slope = torch.rsqrt(running_var + eps) * (1 if weight is None else weight)
+        return slope, (0 if bias is None else bias) - running_mean * slope
+
+    return Affine(lambda x: F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps), coefficients)
+
+
+def normalized(norm: Affine, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """The moments (B, K, O, H', W') behind a fixed normalization."""
+    slope, _ = norm.coefficients()
+    mean = norm.apply(mean.flatten(0, -4)).view(mean.shape)  # of (B·K, O, H', W')
+    return mean, variance * slope.to(variance.dtype).square().view(-1, 1, 1)
+
+
 def raw_moments(
     p: MFA,
     weight: Tensor,
@@ -257,10 +332,7 @@ def raw_moments(
     padding_mode: PaddingMode,
 ) -> tuple[Tensor, Tensor]:
     """`conv2d_moments`, with the mean in the type a plain convolution would return (autocast may say which)."""
-    if not isinstance(p, MFA):
-        raise TypeError(f"p must be a misconv.MFA (misconv.MFA.point(x) for complete images), got {describe(p)}")
-    _check_weight(weight, bias, p.shape[-3], groups, p.means)
-    _check_padding(padding, padding_mode)
+    check_convolution(p, weight, bias, padding, groups, padding_mode)
 
     def convolve(images: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Any leading dimensions, (…, C, H, W) → (…, O, H', W')."""
@@ -268,7 +340,7 @@ def raw_moments(
         if padding_mode == "zeros":
             flat = F.conv2d(flat, weight, bias, stride, padding, dilation, groups)
         else:
-            flat = F.pad(flat, _margins(weight, padding, dilation), padding_mode)
+            flat = F.pad(flat, margins(weight.shape[2:], padding, dilation), padding_mode)
             flat = F.conv2d(flat, weight, bias, stride, 0, dilation, groups)
         return flat.reshape(*images.shape[:-3], *flat.shape[-3:])
 
@@ -286,7 +358,7 @@ def raw_moments(
         squares = weight.to(compute).square()
         variance = convolve(noise.to(compute), squares)
         if padding_mode != "zeros":
-            variance = variance + _repeated_noise(
+            variance = variance + repeated_noise(
                 noise.to(compute), weight.to(compute), stride, padding, dilation, groups, padding_mode
             )
     if factors.shape[-4] > 0:
@@ -295,81 +367,14 @@ def raw_moments(
     return mean, variance.clamp_min(0)
 
 
-def _repeated_noise(
-    noise: Tensor, weight: Tensor, stride: Pair, padding: Padding, dilation: Pair, groups: int, mode: str
-) -> Tensor:
-    """What `M² d` lacks where padding repeats pixels: ``2 Σ_{s<t} w_s w_t d`` over taps s, t that read the same pixel.
-
-    A pixel that stands under the taps s and t adds d(w_s + w_t)², of which the convolution with squared weights
-    counts d(w_s² + w_t²).
-    """
-    *lead, channels, height, width = noise.shape
-    out = weight.shape[0]
-    repeats = _repeats(
-        height,
-        width,
-        tuple(weight.shape[2:]),
-        _pair(stride),
-        _margins(weight, padding, dilation),
-        _pair(dilation),
-        mode,
-    )
-    (rows, columns), windows, first, second, source, same = repeats
-    result = noise.new_zeros(*lead, out, rows * columns)
-    if windows.shape[0] > 0:
-        windows, first, second, source, same = (t.to(noise.device) for t in (windows, first, second, source, same))
-        flat = weight.flatten(2)  # (O, C/groups, T)
-        products = 2 * flat[:, :, first] * flat[:, :, second]  # (O, C/groups, pairs)
-        touched = noise.flatten(-2)[..., source] * same  # (…, C, pairs, windows)
-        touched = touched.reshape(-1, channels * first.shape[0], windows.shape[0])
-        extra = F.conv1d(touched, products.reshape(out, -1, 1), groups=groups)
-        result = result.index_copy(-1, windows, extra.view(*lead, out, windows.shape[0]))
-    return result.view(*lead, out, rows, columns)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch does not say
-def _repeats(
-    height: int,
-    width: int,
-    kernel: tuple[int, int],
-    stride: tuple[int, int],
-    margins: tuple[int, int, int, int],
-    dilation: tuple[int, int],
-    mode: str,
-) -> tuple[tuple[int, int], Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Which taps of which windows read the same pixel; a matter of sizes alone.
-
-    Returns:
-        The size of the output; the windows with a repeated pixel; the pairs of taps (first, second) that can meet; the
-        pixel under the first of each pair in each window (pairs, windows), and whether the second reads the same one.
-    """
-    index = torch.arange(height * width, dtype=torch.float64).view(1, 1, height, width)
-    padded = F.pad(index, margins, mode)
-    taps = F.unfold(padded, kernel, dilation, 0, stride)[0].long()  # (T, windows)
-    spans = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-    rows, columns = ((n - span - 1) // s + 1 for n, span, s in zip(padded.shape[2:], spans, stride, strict=True))
-    first, second = torch.combinations(torch.arange(len(taps)), 2).unbind(1)
-    same = taps[first] == taps[second]  # (pairs, windows)
-    pairs, windows = same.any(1).nonzero().squeeze(1), same.any(0).nonzero().squeeze(1)
-    first, second = first[pairs], second[pairs]
-    return (rows, columns), windows, first, second, taps[first][:, windows], same[pairs][:, windows]
-
-
-def _margins(weight: Tensor, padding: Padding, dilation: Pair) -> tuple[int, int, int, int]:
-    """Padding as `F.pad` wants it: left, right, top, bottom."""
-    if padding == "valid":
-        return 0, 0, 0, 0
-    if padding == "same":
-        (dy, dx), (kh, kw) = _pair(dilation), weight.shape[2:]
-        across, down = dx * (kw - 1), dy * (kh - 1)
-        return across // 2, across - across // 2, down // 2, down - down // 2
-    assert not isinstance(padding, str)
-    top, left = _pair(padding)
-    return left, left, top, top
-
-
-def _pair(value: Pair) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (value[0], value[1])
+def check_convolution(
+    p: MFA, weight: Tensor, bias: Tensor | None, padding: Padding, groups: int, padding_mode: PaddingMode
+) -> None:
+    """The arguments of a convolution of random images."""
+    if not isinstance(p, MFA):
+        raise TypeError(f"p must be a misconv.MFA (misconv.MFA.point(x) for complete images), got {describe(p)}")
+    _check_weight(weight, bias, p.shape[-3], groups, p.means)
+    _check_padding(padding, padding_mode)
 
 
 def _check_weight(weight: Tensor, bias: Tensor | None, channels: int, groups: int, images: Tensor) -> None:

@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from misconv._checks import describe
 from misconv._expectations import Activation, activation_module
 from misconv.functional import (
+    Affine,
     batch_norm_moments,
+    fixed_batch_norm,
     mix_expectations,
     partial_conv2d,
     raw_moments,
+    respond,
 )
 from misconv.mfa import MFA
 
@@ -25,7 +28,8 @@ class MisConv2d(nn.Conv2d):
     """Convolution, normalization and activation of images with missing pixels: the expectation over all completions.
 
     ``Σ_k π_k E[f(norm(N(m_k, σ_k²)))]``, in closed form (see `misconv.functional`). For complete images it is the
-    convolution, normalization and activation themselves, bit for bit.
+    convolution, normalization and activation themselves: on a CPU bit for bit, on a GPU, where a fused kernel computes
+    them, up to rounding.
 
     Args:
         in_channels, out_channels, kernel_size, …: all arguments of `torch.nn.Conv2d`.
@@ -92,12 +96,12 @@ class MisConv2d(nn.Conv2d):
     # The arguments and parameters of a convolution, applied to something richer than a tensor.
     def forward(self, p: MFA) -> Tensor:  # type: ignore[override]
         """(B, O, H', W'), the expected activation."""
-        mean, variance = raw_moments(
-            p, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups, self.padding_mode
-        )
-        if self.norm is not None:
-            mean, variance = _normalize(self.norm, p, mean, variance)
-        return mix_expectations(p, self.activation, mean, variance)
+        convolution = (self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups, self.padding_mode)
+        norm = self.norm
+        if isinstance(norm, nn.BatchNorm2d) and (norm.training or norm.running_mean is None):
+            mean, variance = _normalize(norm, p, *raw_moments(p, *convolution))
+            return mix_expectations(p, self.activation, mean, variance)
+        return respond(p, *convolution, None if norm is None else _fixed(norm), self.activation)
 
     def extra_repr(self) -> str:
         """The arguments of the convolution, and the activation where it is a plain function."""
@@ -144,11 +148,22 @@ class PartialConv2d(nn.Conv2d):
         )
 
 
-def _normalize(norm: Any, p: MFA, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """What the normalization's own `forward` does, for moments."""
-    if not isinstance(norm, nn.BatchNorm2d):  # frozen: always the same affine map
-        scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
-        return norm(mean.flatten(0, -4)).view(mean.shape), variance * scale.square().view(-1, 1, 1)
+def _fixed(norm: Any) -> Affine:
+    """A normalization that does not look at the batch."""
+    if isinstance(norm, nn.BatchNorm2d):
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        return fixed_batch_norm(norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps)
+
+    def coefficients() -> tuple[Tensor, Tensor]:
+        slope = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
+        return slope, norm.bias - norm.running_mean * slope
+
+    return Affine(norm, coefficients)
+
+
+def _normalize(norm: nn.BatchNorm2d, p: MFA, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """What the normalization's own `forward` does with the statistics of a batch, for moments."""
     momentum = 0.0
     if norm.training and norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)

@@ -19,12 +19,14 @@ from torch.utils import _pytree as pytree
 
 from misconv._checks import check_images, check_mfa, check_observed, check_seen_finite, check_size, describe
 from misconv._linalg import cholesky, triangular_inverse
+from misconv._path import HAS_TRITON, by_itself, fall_back, is_plain
 
 __all__ = ["MFA"]
 
 # A noise variance below this counts as this where it is divided by (scoring, conditioning): a standard deviation of
 # 1e-7. It keeps 1/d finite, and with the float64 Gram matrix (below) C = I + AᵀD⁻¹A still has correct digits.
 _NOISE_FLOOR = 1e-14
+_MAX_RANK = 16  # of the fused kernels
 
 
 @dataclass(eq=False, repr=False)
@@ -148,9 +150,13 @@ class MFA:
             >>> p.log_prob(torch.zeros(1, 1, 2, 2))  # four standard normal pixels: -2 log 2π
             tensor([-3.6758])
         """
-        where = self._check_pixels(x, where, "where")
-        likelihood, _, _ = self._score(x, where)
-        return (self.logits.log_softmax(-1) + likelihood).logsumexp(-1).to(self.dtype)
+        scored = self._check_pixels(x, where, "where")
+        tensors = (*self._parameters(), x, None if where is None else scored, self.observed)
+        if self._fused(x):
+            from misconv import _triton_score
+
+            return _triton_score.log_prob(*tensors, floor=_NOISE_FLOOR, plain=_log_prob)
+        return _log_prob(*tensors)
 
     def condition(self, x: Tensor, observed: Tensor) -> MFA:
         """The MFA given the observed pixels, which become exact; the weights are updated by Bayes' rule.
@@ -171,13 +177,19 @@ class MFA:
             tensor([[[[0.0000, 1.5000]]]])
         """
         observed = self._check_pixels(x, observed, "observed")
+        known = observed if self.observed is None else observed | self.observed
+        if self._fused(x, gradients=False):
+            from misconv import _triton_score
+
+            tensors = (*self._parameters(), x, observed, self.observed)
+            logits, means, factors = _triton_score.condition(*tensors, floor=_NOISE_FLOOR)
+            return MFA(logits, means, factors, self.noise, known, check=False)
         likelihood, root_inverse, latent = self._score(x, observed)
         # Factors of pixels that were exact before may hold anything; a zero times that must not reach a gradient.
         free = self._zero_where_observed(self.factors, 1).flatten(-3)  # (B, K, L, n)
         with _full_precision(self.device):
             moved = (latent.to(self.dtype).unsqueeze(-2) @ free).reshape(self.means.shape)
             factors = (root_inverse.to(self.dtype) @ free).reshape(self.factors.shape)
-        known = observed if self.observed is None else observed | self.observed
         fresh = observed if self.observed is None else observed & ~self.observed
         return MFA(
             logits=(self.logits.log_softmax(-1) + likelihood).log_softmax(-1).to(self.dtype),
@@ -295,6 +307,19 @@ class MFA:
         check_seen_finite("x", x, chosen)
         return chosen
 
+    def _fused(self, x: Tensor, *, gradients: bool = True) -> bool:
+        """Whether Triton's kernels serve: on a GPU, for ordinary tensors or in a graph; some have no gradients."""
+        if self.device.type != "cuda" or is_plain() or torch.compiler.is_exporting() or len(self) == 0:
+            return False
+        tensors, served = (*self._parameters(), x), HAS_TRITON and self.factors.shape[-4] <= _MAX_RANK
+        if not gradients and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            return False
+        if torch.compiler.is_compiling():
+            return gradients and served and not _transformed()
+        if not served:
+            fall_back(f"log_prob needs Triton, and at most {_MAX_RANK} factors")
+        return served and by_itself(*tensors)
+
     def _score(self, x: Tensor, where: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log density of x in `where` under every component (B, K), R⁻¹ (B, K, L, L) and E[Y | x] (B, K, L).
 
@@ -325,6 +350,21 @@ class MFA:
         log_det = noise.log().sum(-1, dtype=wide) + 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         count = pixels.flatten(-3).sum(-1).to(wide)  # (B, 1)
         return -0.5 * (distance + log_det + count * math.log(2 * math.pi)), root_inverse, latent
+
+
+def _log_prob(*tensors: Any) -> Tensor:
+    logits, means, factors, noise, x, where, observed = tensors
+    where = torch.ones_like(x, dtype=torch.bool) if where is None else where
+    p = MFA(logits, means, factors, noise, observed, check=False)
+    likelihood, _, _ = p._score(x, where)
+    return (p.logits.log_softmax(-1) + likelihood).logsumexp(-1).to(p.dtype)
+
+
+def _inside_transform() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+_transformed: Callable[[], bool] = torch.compiler.assume_constant_result(_inside_transform)  # known while tracing
 
 
 def _wide(dtype: torch.dtype, device: torch.device) -> torch.dtype:
