@@ -31,7 +31,10 @@ test: lint
 demo: $(VENV)/installed
 	$(BIN)/misconv demo --out misconv-demo --overwrite
 
+# Results of the layer go by the device they were measured on: layer-cuda.json where there is a GPU, else layer-cpu.json.
 bench: $(VENV)/installed
+	device=$$($(BIN)/python -c 'import torch; print("cuda" if torch.cuda.is_available() else "cpu")') && \
+	$(BIN)/misconv bench --device $$device --out benchmarks/results/layer-$$device.json
 	$(BIN)/python benchmarks/em.py
 	$(BIN)/python benchmarks/knn.py
 
@@ -39,6 +42,7 @@ docs: $(VENV)/installed
 	$(BIN)/python docs/measure.py
 	$(BIN)/python docs/pictures.py
 	$(BIN)/python docs/architectures.py
+	$(BIN)/python docs/speed.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

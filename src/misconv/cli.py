@@ -74,7 +74,7 @@ def demo(
         raise _stop(f"--seed must lie between 0 and {LARGEST_SEED}, got {seed}")
     if seeds < 1:
         raise _stop(f"--seeds must be at least 1, got {seeds}")
-    with _interruptible():
+    with _interruptible("stopped before the report was written"):
         import torch
 
         from misconv import report
@@ -95,6 +95,36 @@ def demo(
         with _told(OSError):
             page = report.write_demo(result, out, overwrite=overwrite)
         console.print(f"Report: {page}", soft_wrap=True)
+
+
+@app.command()
+def bench(
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the numbers, as JSON.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="table10, large, shares, growth, nll or cpu; may be given several times.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny settings, to see that everything runs.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Of the random inputs; new ones for every run if left out.")] = None,
+) -> None:
+    """Check the fast path against the plain one, then time both beside a convolution and ReLU (a few minutes)."""
+    if seed is not None and not 0 <= seed <= LARGEST_SEED:
+        raise _stop(f"--seed must lie between 0 and {LARGEST_SEED}, got {seed}")
+    with _interruptible("stopped before the numbers were written"):
+        from misconv import bench as benchmark
+
+        try:
+            where, sections = benchmark.choose(device, only or [], out)
+        except ValueError as error:
+            raise _stop(str(error)) from error
+        try:
+            record = benchmark.run(where, sections, quick=quick, seed=seed, say=typer.echo)
+        except benchmark.WrongResultError as error:
+            raise _stop(f"nothing was timed, the fast path is wrong: {error}", 1) from error
+        if out is not None:
+            with _told(OSError):
+                benchmark.write(record, out)
+            typer.echo(f"Numbers: {out}")
 
 
 # Inside ------------------------------------------------------------------------------------------------------------
@@ -140,8 +170,8 @@ def _told(kind: type[OSError] | type[ImportError]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
+def _interruptible(message: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        raise _stop("stopped before the report was written", 130) from error
+        raise _stop(message, 130) from error
