@@ -1,8 +1,8 @@
 """The CPU's path: expectations only in windows that touch a missing pixel, plain numbers everywhere else.
 
-The response is cut into tiles of a few windows each way. The pixels under the tiles that hold a touched window are laid
-side by side, factors, noise and the differences between components as channels, and go through one grouped
-convolution; its rows at the touched windows become expectations and take their places among the plain activations.
+The response is cut into tiles that fit the touched windows of each image. The pixels under the tiles are laid side by
+side, factors, noise and the differences between components as channels, and go through one grouped convolution; its
+rows at the touched windows become expectations and take their places among the plain activations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["respond"]
 
-_FULL = 0.75  # of the box around the touched windows of an image are touched: then tiles are large, else small
+_FULL = 0.7  # of the windows in large tiles around all touched ones are touched: then tiles are large, else small
 _LARGE, _SMALL = (16, 64), (4, 4)  # windows of a tile: large ones see more that is not touched, small ones overlap more
 _CHUNK = 16 * 2**20  # bytes of responses computed at a time: the passes over them stay in a cache
 _MORE = 4  # times as many where gradients keep everything anyway, and every chunk adds up a table
@@ -203,19 +203,19 @@ def _cut_tiles(
     starts = [t.argmax(1) for t in (rows, columns)]
     spans = [t.shape[1] - t.flip(1).argmax(1) - start for t, start in zip((rows, columns), starts, strict=True)]
     spans = [span * rows.amax(1) for span in spans]  # (B,), the sides of the box around all touched windows
-    full = total > _FULL * int((spans[0] * spans[1]).sum())
     longest = [max(int(span.max()), 1) for span in spans]
-    counts = [-(-n // most) for n, most in zip(longest, _LARGE if full else _SMALL, strict=True)]
-    tile = [-(-n // c) for n, c in zip(longest, counts, strict=True)] if full else list(_SMALL)
+    tile = [-(-n // -(-n // most)) for n, most in zip(longest, _LARGE, strict=True)]
+    held = [(span + t - 1) // t * t for span, t in zip(spans, tile, strict=True)]
+    if total < _FULL * int((held[0] * held[1]).sum()):
+        tile = list(_SMALL)
+    counts = [-(-n // t) for n, t in zip(longest, tile, strict=True)]
     whole = [max(n, c * t) for n, c, t in zip(size, counts, tile, strict=True)]  # windows that tiles may hold
     inside = whole == list(size)
     if not inside:
         open_ = F.pad(open_, (0, whole[1] - size[1], 0, whole[0] - size[0]))
         number = F.pad(number, (0, (whole[1] - size[1]) * stride[1], 0, (whole[0] - size[0]) * stride[0]))
-    first = [
-        (
-            start.clamp_max(n - c * t).unsqueeze(1) + torch.arange(c, device=number.device) * t
-        )  # (B, tiles of an image along this axis)
+    first = [  # (B, tiles of an image along this axis)
+        start.clamp_max(n - c * t).unsqueeze(1) + torch.arange(c, device=number.device) * t
         for start, n, c, t in zip(starts, whole, counts, tile, strict=True)
     ]
     image = torch.arange(len(missing), device=number.device).view(-1, 1, 1).expand(-1, *counts).flatten()

@@ -114,7 +114,7 @@ def backward(
         pixels = [torch.zeros(t.shape, dtype=float32, device=device) if need else parameters for t, need in asked]
     seen, offset = means if observed is None else observed, weight if bias is None else bias
     launch(*_dense(logits, means, factors, noise, seen, weight, offset), table, grad, parameters, sums, *pixels)
-    weights, biases = parameters.sum(0).split((number, out))
+    weights, biases = torch.split_with_sizes(parameters.sum(0), (number, out))
     if places != taps:
         groups = plan.settings.groups
         weights = weights.view(groups, chunks, places, -1)[:, :, :chunk_taps].flatten(1, 2)[:, :taps].mT  # (G, O/G, T)
@@ -123,8 +123,10 @@ def backward(
         sums = (shares * (sums - (shares * sums).sum(-1, keepdim=True))).to(logits.dtype)
     elif by_logits:
         sums = torch.zeros_like(logits)
-    found = (sums, *pixels, weights.reshape(weight.shape), biases)
-    return tuple([t.to(weight.dtype) if need else None for t, need in zip(found, needed, strict=True)])
+    found = [sums, *pixels, weights.reshape(weight.shape), biases]
+    if weight.dtype != float32:
+        found = [t.to(weight.dtype) for t in found]
+    return tuple([t if need else None for t, need in zip(found, needed, strict=True)])
 
 
 def _dense(*tensors: Tensor) -> list[Tensor]:

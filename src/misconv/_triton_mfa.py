@@ -154,7 +154,7 @@ def gram_kernel(
         pixels = _pixels((chunk * steps + step) * BLOCK, BLOCK)
         scored = _scored(where, observed, image, pixels, size, where_size, observed_size)
         variance, _ = _read_noise(noise, part * size + pixels, scored, FLOOR, TYPE)
-        log_noise += tl.sum(tl.log(variance).to(tl.float64), 0)
+        log_noise += tl.sum(tl.log(variance.to(tl.float64)), 0)  # many, and their sum decides between components
         count += tl.sum(scored.to(tl.float64), 0)
         if L > 0:
             precision = 1.0 / variance.to(tl.float64)
