@@ -17,7 +17,7 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 import misconv
-from misconv import _bench_check, _bench_clock, _bench_layer, bench, cli
+from misconv import _bench_check, _bench_clock, _bench_layer, _bench_warm, bench, cli
 from misconv._bench_layer import Layer, Setting
 from misconv._path import is_plain, plain
 
@@ -221,3 +221,51 @@ def test_the_page_needs_a_record(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no layer-cuda.json or layer-cpu.json in .*; run `misconv bench"):
         page["main"](["--results", str(tmp_path), "--out", str(tmp_path)])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_is_stopped_keeps_its_finished_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(bench: bench.Bench) -> Any:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "layer.json"
+    out.write_text("an earlier run")
+    monkeypatch.setitem(bench.SECTIONS, "growth", stop)
+    result = call(*CPU, "--only=nll", "--only=growth", "--out", str(out))
+    assert result.exit_code == 130
+    assert out.read_text() == "an earlier run"
+    kept = json.loads((tmp_path / "layer.partial.json").read_text(encoding="utf-8"))
+    assert list(kept["sections"]) == ["nll"]
+    result = call(*CPU, "--only=nll", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["layer.json"]
+
+
+def test_a_rehearsal_finds_everything_that_will_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator("cpu")
+    sections = ("table10", "large", "shares", "growth", "nll")
+    jobs = bench.Rehearsal(generator, _bench_clock.Pace(), False, print).jobs(sections)
+    launched: set[tuple[Setting, str]] = set()
+
+    def note(self: bench.Bench, layer: Any, kind: str, names: Any, peak: bool = False, **more: Any) -> dict[str, Any]:
+        launched.add((layer, kind))
+        return {}
+
+    monkeypatch.setattr(bench.Bench, "layer", lambda self, setting: setting)
+    monkeypatch.setattr(bench.Bench, "row", note)
+    run = bench.Bench(generator, _bench_clock.Pace(), False, print)
+    for section in sections[:-1]:
+        list(bench.SECTIONS[section](run))
+    planned = {(job.setting, kind) for job in jobs for kind in job.kinds}
+    assert {(_bench_layer.replace(setting, share=Setting.share), kind) for setting, kind in launched} == planned
+    assert len(jobs) == len({job.setting for job in jobs})
+
+
+def test_launching_ahead_says_what_went_wrong_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = Setting(2, 1, 8, filters=2)
+    assert _bench_warm.launch(_bench_warm.Job(tiny, ("forward", "weights", "everything"), "ieee"), "cpu") == ""
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(_bench_warm, "rehearse", fail)
+    assert _bench_warm.launch(_bench_warm.checks([tiny])[0], "cpu") == "RuntimeError: no such luck"

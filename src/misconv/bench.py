@@ -25,10 +25,11 @@ import misconv
 from misconv._bench_check import BOUNDS, CASES, MODES, WrongResultError, check
 from misconv._bench_clock import Pace, memory, times
 from misconv._bench_layer import Contender, Kind, Layer, Setting, likelihood
+from misconv._bench_warm import Job, checks, compile_ahead
 from misconv._path import is_plain
 from misconv.store import write_bytes
 
-__all__ = ["KINDS", "SECTIONS", "WrongResultError", "choose", "main", "run", "summary", "write"]
+__all__ = ["KINDS", "SECTIONS", "WrongResultError", "choose", "keeper", "main", "run", "summary", "write"]
 
 # Przewięźlikowski et al., "MisConv: Convolutional Neural Networks for Missing Data", WACV 2022, Table 10: seconds of a
 # forward pass through a classical layer and through MisConv (L = 4), mean ± standard deviation of 5000 passes, on a
@@ -103,6 +104,27 @@ class Bench:
             row["memory_ratios"] = _ratios({name: m["added_mb"] for name, m in row["memory"].items()})
         self.say(_line(self.section, setting, {**row, **more}))
         return {**row, **more}
+
+
+class Rehearsal(Bench):
+    """A run in which nothing runs: it finds out what a run will launch."""
+
+    def jobs(self, sections: Sequence[str]) -> list[Job]:
+        """Every setting once, for all kinds; how much is missing changes no kernel."""
+        self.found: dict[Setting, dict[Kind, None]] = {}
+        for section in sections:
+            if section != "nll":
+                list(SECTIONS[section](self))
+        return [Job(setting, tuple(kinds)) for setting, kinds in self.found.items()]
+
+    def layer(self, setting: Setting) -> Any:
+        """The setting alone."""
+        return setting
+
+    def row(self, layer: Any, kind: Kind, names: Sequence[str], peak: bool = False, **more: Any) -> Row:
+        """Make a note of it."""
+        self.found.setdefault(replace(layer, share=Setting.share), {})[kind] = None
+        return {}
 
 
 def table10(bench: Bench) -> Iterator[Row]:
@@ -201,8 +223,12 @@ def run(
     quick: bool = False,
     seed: int | None = None,
     say: Callable[[str], None] = print,
+    keep: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> dict[str, Any]:
-    """Check, measure, and return the record; a `WrongResultError` before anything is timed if a check fails."""
+    """Check, measure, and return the record; a `WrongResultError` before anything is timed if a check fails.
+
+    `keep` gets the record after every section, so that a run which is stopped was not for nothing.
+    """
     begin = time.perf_counter()
     seed = int.from_bytes(os.urandom(3)) if seed is None else seed  # fresh inputs for every run, and recorded
     generator = torch.Generator(device).manual_seed(seed)
@@ -218,11 +244,14 @@ def run(
         },
     }
     cases = [case.tiny() for case in CASES] if quick else CASES
+    if device.type == "cuda" and not quick:
+        compile_ahead([*checks(cases), *Rehearsal(generator, pace, quick, say).jobs(sections)], say)
     record["checks"] = check(cases, generator, say)
     bench = Bench(generator, pace, quick, say)
     record["sections"] = {}
     for bench.section in sections:
         record["sections"][bench.section] = list(SECTIONS[bench.section](bench))
+        keep(record)
     record["seconds"] = time.perf_counter() - begin
     record["load_average_after"] = _load()
     for what, value in summary(record):
@@ -231,9 +260,22 @@ def run(
 
 
 def write(record: dict[str, Any], out: Path) -> None:
-    """The record as JSON, whole or not at all."""
+    """The record as JSON, whole or not at all; what was kept on the way is no longer needed."""
     out.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(out, (_json(record, 3) + "\n").encode())
+    if out != _partial(out):
+        _partial(out).unlink(missing_ok=True)
+
+
+def keeper(out: Path | None) -> Callable[[dict[str, Any]], None]:
+    """What `run` wants as `keep`: the sections so far go into a file beside `out`, which stays as it was."""
+    if out is None:
+        return lambda record: None
+    return lambda record: write(record, _partial(out))
+
+
+def _partial(out: Path) -> Path:
+    return out.with_name(f"{out.stem.removesuffix('.partial')}.partial.json")
 
 
 def summary(record: dict[str, Any]) -> list[tuple[str, str]]:
@@ -288,7 +330,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     try:
-        record = run(device, sections, quick=options.quick, seed=options.seed, say=lambda s: print(s, flush=True))
+        record = run(
+            device,
+            sections,
+            quick=options.quick,
+            seed=options.seed,
+            say=lambda s: print(s, flush=True),
+            keep=keeper(options.out),
+        )
     except WrongResultError as error:
         sys.exit(f"nothing was timed, the fast path is wrong: {error}")
     if options.out is not None:

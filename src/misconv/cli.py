@@ -118,7 +118,8 @@ def bench(
         except ValueError as error:
             raise _stop(str(error)) from error
         try:
-            record = benchmark.run(where, sections, quick=quick, seed=seed, say=typer.echo)
+            keep = benchmark.keeper(out)
+            record = benchmark.run(where, sections, quick=quick, seed=seed, say=typer.echo, keep=keep)
         except benchmark.WrongResultError as error:
             raise _stop(f"nothing was timed, the fast path is wrong: {error}", 1) from error
         if out is not None:
