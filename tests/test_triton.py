@@ -388,6 +388,10 @@ def test_wrong_arguments_are_left_to_the_plain_path_to_explain() -> None:
     p = MFA(*(t.float() for t in leaves[:4] if t is not None))
     assert _triton.respond(p, torch.randn(3, 5, 3, 3), None, 1, 0, 1, 1, "zeros", None, "relu") is None
     assert _triton.respond(p, torch.randn(3, 2, 9, 9), None, 1, 0, 1, 1, "zeros", None, "relu") is None
+    mixed = MFA(p.logits, p.means, p.factors.double(), p.noise, check=False)
+    weight = torch.randn(3, 2, 3, 3, dtype=torch.float32)
+    assert _triton.respond(p, weight, None, 1, 0, 1, 1, "zeros", None, "relu") is not None
+    assert _triton.respond(mixed, weight, None, 1, 0, 1, 1, "zeros", None, "relu") is None
 
 
 def test_the_plain_path_can_be_forced() -> None:

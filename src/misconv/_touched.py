@@ -28,7 +28,8 @@ _FULL = 0.7  # of the windows in large tiles around all touched ones are touched
 _LARGE, _SMALL = (16, 64), (4, 4)  # windows of a tile: large ones see more that is not touched, small ones overlap more
 _CHUNK = 16 * 2**20  # bytes of responses computed at a time: the passes over them stay in a cache
 _MORE = 4  # times as many where gradients keep everything anyway, and every chunk adds up a table
-_MOST = 0.95  # of all windows; beyond, the plain path is as fast, unless it has to keep everything for a gradient
+# Of all windows, without gradients and with them; beyond, the plain path is as fast.
+_MOST = {False: 0.95, True: 0.8}
 
 
 def respond(
@@ -64,7 +65,7 @@ def respond(
         if torch.is_autocast_enabled("cpu") or p.dtype not in (torch.float32, torch.float64):
             return None  # half precision has its own rounding
         tiles = _cut_tiles(missing, listed, kernel, size, pair(stride), pair(dilation), around, padding_mode)
-        if tiles.share > _MOST and not learning:
+        if tiles.share > _MOST[learning]:
             return None
 
     first = p.means.narrow(1, 0, 1).reshape(-1, *p.shape[1:])  # (B, C, H, W)

@@ -51,6 +51,8 @@ def respond(
         return None
     means, observed = p.means, p.observed
     dtype, device = means.dtype, means.device
+    if p.factors.dtype != dtype or p.noise.dtype != dtype or p.logits.dtype != dtype:
+        return None  # an MFA that nobody has checked, and a kernel would take every number for another
     # All that decides what is launched. This runs before every layer, and small layers are over in no time.
     plan = (_plan.__wrapped__ if compiling else _plan)(
         means.shape,
