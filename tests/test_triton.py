@@ -339,9 +339,18 @@ def test_as_an_operator_in_a_compiled_graph() -> None:
             pair = [torch.where(seen, t.sum(1, keepdim=True), t) for t in (gradient, expected_gradient)]
             gradient, expected_gradient = pair
         assert error(gradient, expected_gradient) < BOUND
+    with torch.no_grad():
+        last = fresh[4].to(memory_format=torch.channels_last)
+        turned = torch.ops.misconv.expected_conv2d(*fresh[:4], observed, last, fresh[5], *packed)
+    assert turned.is_contiguous(memory_format=torch.channels_last)
+    halves = [t.bfloat16() for t in (*fresh[:4], fresh[4], fresh[5])]
+    plans = [
+        _triton._unpacked((*kind[:4], observed, *kind[4:]), *packed[:-1], torch.bfloat16) for kind in (fresh, halves)
+    ]
+    assert plans[0] is not plans[1]  # a kernel that stays ready reads one type
     torch.library.opcheck(
         torch.ops.misconv.expected_conv2d.default,
-        (*fresh[:4], observed, *fresh[4:], *packed),
+        (*fresh[:4], observed, last.requires_grad_(), fresh[5], *packed),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
 

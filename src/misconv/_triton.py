@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from misconv._expectations import Activation
 from misconv._padding import Padding, Pair, margins, output_size, pair
 from misconv._path import by_itself, fall_back, plain
-from misconv._triton_launch import Plan, Settings, backward, box_is_small, forward
+from misconv._triton_launch import Plan, Settings, backward, box_is_small, forward, is_channels_last
 from misconv.mfa import MFA
 
 if TYPE_CHECKING:
@@ -82,14 +82,15 @@ def respond(
         weight = weight * slope.to(weight.dtype).view(-1, 1, 1, 1)
         offset = offset.to(weight.dtype)
         bias = offset.expand(weight.shape[0]) if bias is None else bias * slope.to(weight.dtype) + offset
-    tensors = (p.logits, p.means, p.factors, p.noise, p.observed, weight, bias)
-    if compiling:
-        result: Tensor = torch.ops.misconv.expected_conv2d(*tensors, *_packed(plan.settings))
-        return result
-    if torch.are_deterministic_algorithms_enabled() and any(t.requires_grad for t in tensors[:4] if t is not None):
-        fall_back("deterministic algorithms are asked for, and it adds up gradients of pixels in any order")
+    density = (p.logits, p.means, p.factors, p.noise)
+    if torch.are_deterministic_algorithms_enabled() and any(t.requires_grad for t in density):
+        if not compiling:
+            fall_back("deterministic algorithms are asked for, and it adds up gradients of pixels in any order")
         return None
-    return expected_conv2d(plan, *tensors)
+    if compiling:
+        result: Tensor = torch.ops.misconv.expected_conv2d(*density, observed, weight, bias, *_packed(plan.settings))
+        return result
+    return expected_conv2d(plan, *density, observed, weight, bias)
 
 
 @lru_cache(4096)
@@ -283,10 +284,16 @@ def _unpacked(tensors: Any, numbers: list[int], *rest: Any) -> Plan:
     _, means, factors, _, observed, weight, bias = tensors
     planes = None if observed is None else observed.shape[1]
     settings = Settings((a, b), (c, d), (e, f), (g, h), *rest)
-    return _remembered(settings, means.shape, factors.shape[2], planes, weight.shape, bias is not None, means.device)
+    types = (means.dtype, weight.dtype, None if bias is None else bias.dtype)
+    return _remembered(
+        types, settings, means.shape, factors.shape[2], planes, weight.shape, bias is not None, means.device
+    )
 
 
-_remembered = lru_cache(4096)(Plan)
+@lru_cache(4096)
+def _remembered(types: Any, *arguments: Any) -> Plan:
+    """A plan for these types: kernels that stay ready read nothing else."""
+    return Plan(*arguments)
 
 
 _TENSORS = "Tensor logits, Tensor means, Tensor factors, Tensor noise, Tensor? observed, Tensor weight, Tensor? bias"
@@ -301,8 +308,9 @@ def _operator(*arguments: Any) -> Tensor:
 @_operator.register_fake
 def _(*arguments: Any) -> Tensor:
     means, weight, numbers, dtype = arguments[1], arguments[5], arguments[7], arguments[-1]
-    result: Tensor = means.new_empty((means.shape[0], weight.shape[0], *numbers[6:]), dtype=dtype)
-    return result
+    shape = (means.shape[0], weight.shape[0], *numbers[6:])
+    order = torch.channels_last if is_channels_last(weight) else torch.contiguous_format
+    return torch.empty(shape, dtype=dtype, device=means.device, memory_format=order)
 
 
 @torch.library.custom_op(

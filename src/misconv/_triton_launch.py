@@ -15,7 +15,7 @@ from torch import Tensor
 from misconv._launch import Launch
 from misconv._triton_conv import backward_kernel, forward_kernel
 
-__all__ = ["Plan", "Settings", "backward", "box_is_small", "forward"]
+__all__ = ["Plan", "Settings", "backward", "box_is_small", "forward", "is_channels_last"]
 
 _Shape = tuple[int, ...]
 
@@ -73,7 +73,7 @@ def forward(
     bias: Tensor | None,
 ) -> Tensor:
     """The expected activation, (B, O, H', W'), laid out in memory as the weights are."""
-    last = not weight.is_contiguous() and weight.is_contiguous(memory_format=torch.channels_last)
+    last = is_channels_last(weight)
     launch, table, strides = plan.forward_channels_last if last else plan.forward
     out = torch.empty_strided(plan.shape, strides, dtype=plan.settings.dtype, device=plan.device)
     # What is not there is not read, but a kernel wants a pointer.
@@ -127,6 +127,11 @@ def backward(
     if weight.dtype != float32:
         found = [t.to(weight.dtype) for t in found]
     return tuple([t if need else None for t, need in zip(found, needed, strict=True)])
+
+
+def is_channels_last(weight: Tensor) -> bool:
+    """Whether weights, and with them what they make, have their channels last in memory, and only that."""
+    return not weight.is_contiguous() and weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def _dense(*tensors: Tensor) -> list[Tensor]:
