@@ -20,6 +20,7 @@ from misconv._bench_layer import Kind, Layer, Setting
 __all__ = ["Job", "checks", "compile_ahead", "launch"]
 
 _MOST_PROCESSES = 16
+_MEMORY = 8 * 10**9  # of the GPU, that each of them may need
 _SEED = 1
 
 
@@ -34,7 +35,8 @@ class Job:
 
 def compile_ahead(jobs: Sequence[Job], say: Callable[[str], None]) -> None:
     """Launch all jobs once, in as many processes as there are cores."""
-    processes = min(max((os.cpu_count() or 2) - 1, 1), _MOST_PROCESSES, len(jobs))
+    room = torch.cuda.get_device_properties().total_memory // _MEMORY
+    processes = max(min((os.cpu_count() or 2) - 1, room, _MOST_PROCESSES, len(jobs)), 1)
     say(f"compiling for {len(jobs)} settings in {processes} processes")
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         for job, problem in zip(jobs, pool.map(launch, jobs), strict=True):
