@@ -26,7 +26,7 @@ __all__ = ["respond"]
 
 _FULL = 0.7  # of the windows in large tiles around all touched ones are touched: then tiles are large, else small
 _LARGE, _SMALL = (16, 64), (4, 4)  # windows of a tile: large ones see more that is not touched, small ones overlap more
-_CHUNK = 4 * 2**20  # bytes of responses computed at a time: they stay in a cache, and their memory is used again
+_CHUNK = 6 * 2**20  # bytes of responses computed at a time: they stay in a cache, and their memory is used again
 _MORE = 4  # times as many where gradients keep everything anyway, and every chunk adds up a table
 # Of all windows, without gradients and with them; beyond, the plain path is as fast.
 _MOST = {False: 0.95, True: 0.8}
