@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "_expectations": {"torch", "_checks"},
     "_triton_expectations": {"triton"},
     "_triton_conv": {"triton", "_triton_expectations"},
-    "_triton_launch": {"torch", "_launch", "_triton_conv"},
+    "_triton_backward": {"triton", "_triton_conv", "_triton_expectations"},
+    "_triton_launch": {"torch", "_launch", "_triton_backward", "_triton_conv"},
     "_triton": {"torch", "_expectations", "_padding", "_path", "_triton_launch", "functional", "mfa"},
     "_touched": {"torch", "_expectations", "_padding", "functional", "mfa"},  # functional for a type alone
     "functional": {"torch", "_checks", "_expectations", "_padding", "_path", "_touched", "_triton", "mfa"},

@@ -212,8 +212,11 @@ def test_expectations_are_exact_at_all_scales(name: str) -> None:
     unit = v64.detach().sqrt() + m64.detach().abs() + 1
     assert ((out[0] - value.detach()).abs() / unit).max() < 1e-6
     assert (out[1] - by_m).abs().max() < 2e-6
-    random = v > 0
-    assert ((out[2] - by_v) * unit)[random].abs().max() < 2e-6 * (unit / v64.detach().sqrt())[random].max()
+    wrong = (out[2] - by_v).abs()[v > 0]
+    if name in ("identity", "gelu", "silu"):
+        assert wrong.max() < 2e-6
+    else:  # φ(m/s)/2s: a rounding of m is so many s
+        assert (wrong * (v64.detach() / unit)[v > 0]).max() < 1e-7
     certain = expectation(name, m64, torch.zeros_like(v64))
     assert ((out[3] - certain.detach()).abs() / unit).max() < 1e-6
     assert (out[4] - torch.autograd.grad(certain.sum(), m64)[0]).abs().max() < 2e-6
@@ -392,6 +395,21 @@ def test_it_says_once_where_it_does_not_serve(
     assert reason in caplog.text
 
 
+def test_it_steps_aside_where_sums_must_have_an_order(caplog: pytest.LogCaptureFixture) -> None:
+    leaves, _ = layer(seen="nothing")
+    p, weight = MFA(*(t.float() for t in leaves[:4] if t is not None)), torch.randn(3, 2, 3, 3, dtype=torch.float32)
+    fall_back.cache_clear()
+    torch.use_deterministic_algorithms(True)
+    try:
+        weight.requires_grad_()
+        assert _triton.respond(p, weight, None, 1, 0, 1, 1, "zeros", None, "relu") is not None
+        p.means.requires_grad_()
+        assert _triton.respond(p, weight, None, 1, 0, 1, 1, "zeros", None, "relu") is None
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "deterministic" in caplog.text
+
+
 def test_wrong_arguments_are_left_to_the_plain_path_to_explain() -> None:
     leaves, _ = layer(seen="nothing")
     p = MFA(*(t.float() for t in leaves[:4] if t is not None))
@@ -420,7 +438,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
-from misconv import _triton_conv, _triton_launch as launch
+from misconv import _triton_launch as launch
 
 def plans():
     for kernel, stride, out, groups in ((7, 2, 64, 1), (3, 1, 32, 1)):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Launch"]
+__all__ = ["Launch", "dense", "power"]
 
 
 class Launch:
@@ -50,3 +50,13 @@ class Launch:
 @cache
 def _devices() -> int:
     return torch.cuda.device_count()
+
+
+def dense(*tensors: Tensor | None) -> list[Any]:
+    """Tensors as kernels read them, one number after the other; None stays None."""
+    return [t if t is None or t.is_contiguous() else t.contiguous() for t in tensors]
+
+
+def power(number: int) -> int:
+    """The next power of two; 1 for 0."""
+    return 1 << max(number - 1, 0).bit_length()

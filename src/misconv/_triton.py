@@ -188,7 +188,7 @@ def _precision(dtype: torch.dtype) -> tuple[str, torch.dtype]:
     try:
         allowed = torch.backends.cudnn.allow_tf32
     except RuntimeError:  # set apart for convolutions and others, and only the newer interface can say so
-        allowed = torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+        allowed = torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]  # made at run time
     # Where TF32 alone is not allowed, three products of it carry all bits of float32, at a fraction of the time of
     # float32 arithmetic: the error stays that of float32 sums.
     return "tf32" if allowed or dtype != torch.float32 else "tf32x3", dtype

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from misconv._launch import Launch
-from misconv._triton_conv import backward_kernel, forward_kernel
+from misconv._launch import Launch, dense, power
+from misconv._triton_backward import backward_kernel
+from misconv._triton_conv import forward_kernel
 
 __all__ = ["Plan", "Settings", "backward", "box_is_small", "forward", "is_channels_last"]
 
@@ -78,7 +79,7 @@ def forward(
     out = torch.empty_strided(plan.shape, strides, dtype=plan.settings.dtype, device=plan.device)
     # What is not there is not read, but a kernel wants a pointer.
     seen, offset = means if observed is None else observed, weight if bias is None else bias
-    launch(*_dense(logits, means, factors, noise, seen, weight, offset), table, out)
+    launch(*dense(logits, means, factors, noise, seen, weight, offset), table, out)
     return out
 
 
@@ -113,7 +114,7 @@ def backward(
         asked = ((means, by_means), (factors, by_factors), (noise, by_noise))
         pixels = [torch.zeros(t.shape, dtype=float32, device=device) if need else parameters for t, need in asked]
     seen, offset = means if observed is None else observed, weight if bias is None else bias
-    launch(*_dense(logits, means, factors, noise, seen, weight, offset), table, grad, parameters, sums, *pixels)
+    launch(*dense(logits, means, factors, noise, seen, weight, offset), table, grad, parameters, sums, *pixels)
     weights, biases = torch.split_with_sizes(parameters.sum(0), (number, out))
     if places != taps:
         groups = plan.settings.groups
@@ -134,16 +135,7 @@ def is_channels_last(weight: Tensor) -> bool:
     return not weight.is_contiguous() and weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def _dense(*tensors: Tensor) -> list[Tensor]:
-    return [t if t.is_contiguous() else t.contiguous() for t in tensors]
-
-
 # Shapes of work --------------------------------------------------------------------------------------------------
-
-
-def _power(number: int) -> int:
-    """The next power of two."""
-    return 1 << max(number - 1, 0).bit_length()
 
 
 def _box(tile: tuple[int, int], kernel: _Shape, s: Settings) -> tuple[int, int]:
@@ -165,7 +157,7 @@ def _tile(pixels: int, kernel: _Shape, s: Settings) -> tuple[int, int]:
         small or shapes,
         key=lambda shape: (
             -(-s.size[0] // shape[0]) * -(-s.size[1] // shape[1]),
-            _power(sizes[shape][0] * sizes[shape][1]),
+            power(sizes[shape][0] * sizes[shape][1]),
         ),
     )
 
@@ -256,8 +248,8 @@ class Plan:
         box = _box(tile, kernel, s)
         chunk = min(channels, max(1, _LARGEST_BOX // (box[0] * box[1])))
         taps = chunk * kernel[0] * kernel[1]
-        block_o = min(max(_power(out), 16), _MOST_CHANNELS)
-        block_t = min(max(_power(taps), 16), way.taps)
+        block_o = min(max(power(out), 16), _MOST_CHANNELS)
+        block_t = min(max(power(taps), 16), way.taps)
         constants = (
             self.means[1],
             self.rank,
@@ -275,11 +267,11 @@ class Plan:
             *tile,
             *box,
             chunk,
-            min(_power(self.rank), way.stack),
+            min(power(self.rank), way.stack),
             block_o,
             block_t,
-            _power(chunk * box[0] * box[1]),
-            _power(self.means[1]),
+            power(chunk * box[0] * box[1]),
+            power(self.means[1]),
         )
         places = -(-taps // block_t) * block_t
         table = _table(chunk, kernel, s.dilation, box, places, self.device)

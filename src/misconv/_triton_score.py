@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from misconv._launch import Launch
+from misconv._launch import Launch, dense, power
 from misconv._triton_mfa import condition_kernel, distance_kernel, gradient_kernel, gram_kernel, mixture_kernel
 
 __all__ = ["condition", "log_prob"]
@@ -34,7 +34,7 @@ class _Plan:
     ) -> None:
         self.batch, self.components, self.rank, channels, height, width = shape
         self.device, self.floor = device, floor
-        self.P, parts, self.size = _power(self.rank), self.batch * self.components, channels * height * width
+        self.P, parts, self.size = power(self.rank), self.batch * self.components, channels * height * width
         self.block = min(_NUMBERS // self.P, 1024)
         blocks = -(-self.size // self.block)
         # Not more chunks than a program can add at once.
@@ -57,12 +57,12 @@ class _Plan:
     @cached_property
     def distance(self) -> Launch:
         grid = (self.batch * self.components, self.chunks, 1)
-        return Launch(distance_kernel, self.device, grid, (*self._common, _power(self.chunks), self.block))
+        return Launch(distance_kernel, self.device, grid, (*self._common, power(self.chunks), self.block))
 
     @cached_property
     def mixture(self) -> dict[bool, Launch]:
         """For the log density, and for the logits afterwards."""
-        more = (self.type, _power(self.components), self.P, _power(self.chunks))
+        more = (self.type, power(self.components), self.P, power(self.chunks))
         arguments = (self.components, self.chunks, *more)
         return {kind: Launch(mixture_kernel, self.device, (self.batch, 1, 1), arguments) for kind in (False, True)}
 
@@ -100,19 +100,10 @@ def _plan_of(tensors: Sequence[Any], floor: float) -> _Plan:
     return _plan(factors.shape, factors.dtype, factors.device, where, observed, floor)
 
 
-def _power(number: int) -> int:
-    """The next power of two."""
-    return 1 << max(number - 1, 0).bit_length()
-
-
 def summary_shape(factors: _Shape) -> _Shape:
     """What the kernels remember of each component, for factors of this shape."""
-    P = _power(factors[2])
+    P = power(factors[2])
     return (*factors[:2], 4 + P + 2 * P * P)
-
-
-def _dense(tensors: Sequence[Tensor | None]) -> list[Any]:
-    return [t if t is None or t.is_contiguous() else t.contiguous() for t in tensors]
 
 
 def _score(tensors: Sequence[Any], floor: float, conditional: bool = False) -> tuple[Tensor, Tensor]:
@@ -165,7 +156,7 @@ class _LogProb(torch.autograd.Function):
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     *tensors, floor = arguments
-    return _score(_dense(tensors), floor)
+    return _score(dense(*tensors), floor)
 
 
 def _forward_shapes(logits: Tensor, means: Tensor, factors: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -174,7 +165,7 @@ def _forward_shapes(logits: Tensor, means: Tensor, factors: Tensor, *_: Any) -> 
 
 def _backward(upstream: Tensor, *arguments: Any) -> list[Tensor]:
     *tensors, summary, floor, needed = arguments
-    return [t for t in _gradients(upstream, _dense(tensors), summary, floor, tuple(needed)) if t is not None]
+    return [t for t in _gradients(upstream, dense(*tensors), summary, floor, tuple(needed)) if t is not None]
 
 
 def _backward_shapes(upstream: Tensor, *arguments: Any) -> list[Tensor]:
@@ -218,7 +209,7 @@ def log_prob(*tensors: Tensor | None, floor: float, plain: Callable[..., Tensor]
     """
     if torch.compiler.is_compiling():
         return cast(Tensor, _operator(*tensors, floor)[0])
-    inputs = _dense(tensors)
+    inputs = dense(*tensors)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         return cast(Tensor, _LogProb.apply(*inputs, floor, plain))
     return _score(inputs, floor)[0]
@@ -226,7 +217,7 @@ def log_prob(*tensors: Tensor | None, floor: float, plain: Callable[..., Tensor]
 
 def condition(*tensors: Tensor | None, floor: float) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, means and factors given the pixels in `where`, without gradients; arguments as for `log_prob`."""
-    inputs = _dense(tensors)
+    inputs = dense(*tensors)
     logits, summary = _score(inputs, floor, conditional=True)
     _, means, factors, _, x, where, observed = inputs
     new_means, new_factors = torch.empty_like(means), torch.empty_like(factors)
