@@ -137,7 +137,7 @@ def checks(record: Record) -> str:
             plain = max(e for c in chosen for e in c["plain_errors"].values())
             cells = (f"{output:.1e}", f"{gradient:.1e}", f"{plain:.1e}", f"{bound:.0e}")
             found.append([MODES[mode], *cells, str(len(chosen))])
-    titles = ["arithmetic", "output", "gradients", "plain path in float32, either", "bound", "checks"]
+    titles = ["arithmetic", "output", "gradients", "plain path in the same arithmetic, either", "bound", "checks"]
     return table(titles, found)
 
 
