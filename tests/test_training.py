@@ -359,8 +359,8 @@ def test_global_randomness_is_left_alone() -> None:
 
 def test_bad_arguments() -> None:
     x, observed = images()
-    with pytest.raises(TypeError, match="images must be a floating-point image, got a uint8 tensor"):
-        fit_density(small(), x.to(torch.uint8), observed)
+    with pytest.raises(TypeError, match="images must be a floating-point image, got a int64 tensor"):
+        fit_density(small(), x.to(torch.int64), observed)
     with pytest.raises(ValueError, match=r"observed must have shape \(96, 1, 8, 8\) to fit the images, got"):
         fit_density(small(), x, observed[:5])
     with pytest.raises(ValueError, match="images must be finite wherever it is observed"):

@@ -9,24 +9,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import misconv
 from misconv._bench_check import BOUNDS, CASES, MODES, WrongResultError, check
 from misconv._bench_clock import Pace, memory, times
 from misconv._bench_layer import Contender, Kind, Layer, Setting, likelihood
 from misconv._bench_warm import Job, checks, compile_ahead
 from misconv._path import is_plain
+from misconv._provenance import commit, device_name, versions
 from misconv.store import write_bytes
 
 __all__ = ["KINDS", "SECTIONS", "WrongResultError", "choose", "keeper", "main", "run", "summary", "write"]
@@ -382,18 +379,10 @@ def _json(value: Any, depth: int, indent: str = "") -> str:
 
 def _circumstances(device: torch.device) -> dict[str, Any]:
     """Where the numbers come from."""
-    cuda = device.type == "cuda"
     return {
-        "commit": _commit(),
-        "versions": {
-            "misconv": misconv.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": _installed("triton"),
-            "cuda": torch.version.cuda if cuda else None,
-            "cudnn": torch.backends.cudnn.version() if cuda else None,
-        },
-        "device": torch.cuda.get_device_name(device) if cuda else f"cpu ({platform.machine()})",
+        "commit": commit(),
+        "versions": versions(device),
+        "device": device_name(device),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": _load(),
@@ -405,28 +394,6 @@ def _circumstances(device: torch.device) -> dict[str, Any]:
             "cudnn.deterministic": torch.backends.cudnn.deterministic,
         },
     }
-
-
-def _commit() -> str | None:
-    """The commit of this code, with a plus sign where it was changed since; None outside its repository."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "--no-optional-locks", *arguments]
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", "__init__.py")  # somebody's repository may hold an environment with us in it
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _load() -> float | None:

@@ -170,6 +170,7 @@ class ConvDMFA(_Network):
         widths: channels at full, half and quarter size (more for deeper networks).
         depths: how many blocks on the way down, at the bottom, and on the way up again.
         noise_floor: the least noise variance, as a share of the images' variance.
+        skips: whether what was on the way down is given again on the way up (as in a U-Net); the paper has none.
 
     Example:
         >>> density = ConvDMFA(channels=3, components=2, rank=4)
@@ -185,6 +186,7 @@ class ConvDMFA(_Network):
         widths: tuple[int, ...] = (32, 64, 128),
         depths: tuple[int, ...] = (2, 2, 4, 2, 2),
         noise_floor: float = 1e-3,
+        skips: bool = False,
     ) -> None:
         super().__init__(channels, components, rank, noise_floor)
         if len(depths) != 2 * len(widths) - 1 or min(*depths, *widths) < 1:
@@ -192,7 +194,7 @@ class ConvDMFA(_Network):
                 "depths must be positive, one for each of the widths on the way down, and again on the way up: "
                 f"{2 * len(widths) - 1} for {len(widths)} widths, got {describe(depths)}"
             )
-        self.widths, self.depths = tuple(widths), tuple(depths)
+        self.widths, self.depths, self.skips = tuple(widths), tuple(depths), skips
         layers: list[nn.Module] = []
         inside = 2 * channels
         for level, width in enumerate(widths):
@@ -201,7 +203,7 @@ class ConvDMFA(_Network):
             inside = _blocks(layers, inside, width, depths[level])
         for step, width in enumerate(reversed(widths[:-1])):
             layers.append(nn.ConvTranspose2d(inside, inside, 3, stride=2, padding=1, output_padding=1))
-            inside = _blocks(layers, inside, width, depths[len(widths) + step])
+            inside = _blocks(layers, inside + skips * width, width, depths[len(widths) + step])
         self.features = nn.Sequential(*layers)
         self.means = _head(inside, components * channels)
         self.factors = _head(inside, components * rank * channels) if rank else None
@@ -212,7 +214,7 @@ class ConvDMFA(_Network):
     def config(self) -> dict[str, Any]:
         """The arguments that make another one like this."""
         layers = {"widths": list(self.widths), "depths": list(self.depths)}
-        return {"channels": self.channels, **layers, **self._settings()}
+        return {"channels": self.channels, **layers, **self._settings(), "skips": self.skips}
 
     def forward(self, x: Tensor, observed: Tensor) -> MFA:
         """The MFA of every image given its observed pixels."""
@@ -220,11 +222,24 @@ class ConvDMFA(_Network):
         height, width = x.shape[2:]
         # Halved and doubled again, a side keeps its length if it is a multiple of this; what is added is missing.
         multiple = 2 ** (len(self.widths) - 1)
-        features = self.features(F.pad(inside, (0, -width % multiple, 0, -height % multiple)))
+        features = self._through(F.pad(inside, (0, -width % multiple, 0, -height % multiple)))
         features = features[..., :height, :width]
         factors = x.new_zeros(len(x), 0, height, width) if self.factors is None else self.factors(features)
         logits = self._weigh(features.mean((2, 3)))
         return self._output(x, observed, logits, self.means(features), factors, self.noise(features))
+
+    def _through(self, features: Tensor) -> Tensor:
+        if not self.skips:
+            out: Tensor = self.features(features)
+            return out
+        passed: list[Tensor] = []
+        for layer in self.features:
+            if isinstance(layer, nn.Conv2d) and layer.stride == (2, 2):
+                passed.append(features)
+            features = layer(features)
+            if isinstance(layer, nn.ConvTranspose2d):
+                features = torch.cat([features, passed.pop()], 1)
+        return features
 
 
 def _check_rank(rank: int) -> None:

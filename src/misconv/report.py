@@ -10,7 +10,6 @@ import json
 import math
 import os
 import platform
-import subprocess
 from html import escape
 from importlib import metadata, resources
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 
 from misconv import __version__
 from misconv._pictures import DIFFERENCE, INK, RESPONSE, UNSURE, bar, grid, image
+from misconv._provenance import commit
 from misconv.demo import SETTINGS, Demo, Density, Method
 from misconv.store import write_bytes
 
@@ -132,22 +132,8 @@ def _facts(demo: Demo) -> dict[str, Any]:
         },
         "device": f"CPU ({platform.machine()})",
         "threads": torch.get_num_threads(),
-        "commit": _commit(),
+        "commit": commit(),
     }
-
-
-def _commit() -> str | None:
-    """The commit of this package if it runs from a clone; not that of a repository it happens to be installed in."""
-    here = ["git", "-C", str(Path(__file__).parent)]
-    asked = (
-        ["ls-files", "--error-unmatch", "__init__.py"],
-        ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-    )
-    try:
-        done = [subprocess.run([*here, *a], capture_output=True, text=True, timeout=10, check=True) for a in asked]
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done[-1].stdout.strip() or None
 
 
 def _finite(value: Any) -> Any:

@@ -1,0 +1,93 @@
+"""Finished work, kept by what it was: a table that was interrupted goes on, and one that is complete only prints.
+
+A unit (a density, or a method with a seed) is described by its settings; their hash names its files. Nothing is ever
+overwritten by something else, because other settings have another name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from misconv import store
+
+__all__ = ["FORMAT", "Cache", "key"]
+
+# Of the files, and of what settings mean: a change of either must not be taken for the old.
+FORMAT = 1
+
+Settings = dict[str, Any]
+
+
+def key(settings: Settings | list[Settings]) -> str:
+    """A name for settings: the same for the same ones, another for others.
+
+    Example:
+        >>> key({"seed": 0, "method": "zero"}) == key({"method": "zero", "seed": 0}) != key({"seed": 1})
+        True
+    """
+    text = json.dumps(settings, sort_keys=True, ensure_ascii=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Cache:
+    """A folder with `records/*.json`, `densities/*.safetensors` and, of what is under way, `running/*.safetensors`."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        for name in ("records", "densities", "running"):
+            place = self.folder / name
+            try:
+                place.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError) as error:
+                raise NotADirectoryError(
+                    f"{self.folder} must be a folder for results, but {place} is a file"
+                ) from error
+            if not os.access(place, os.W_OK):
+                raise PermissionError(f"{self.folder} must be a folder you may write to, got {place}")
+
+    def get(self, settings: Settings) -> dict[str, Any] | None:
+        """The record of a finished unit, or None."""
+        path = self._record(settings)
+        if not path.exists():
+            return None
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            found, record = content["format"], content["record"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} must be a record of misconv, got something else; move it away") from error
+        if found != FORMAT:
+            raise ValueError(
+                f"{path} must have the format {FORMAT} of this version, got {found}; use the version of misconv that "
+                "wrote it, or another folder"
+            )
+        if key(record.get("settings", {})) != key(settings):
+            raise ValueError(f"{path} must hold the settings that its name stands for, got others; move it away")
+        return dict(record)
+
+    def keep(self, settings: Settings, record: dict[str, Any]) -> dict[str, Any]:
+        """Write the record of a unit, whole or not at all; returns it."""
+        record = {**record, "settings": settings}
+        text = json.dumps({"format": FORMAT, "record": record}, indent=1, ensure_ascii=False, allow_nan=False)
+        store.write_bytes(self._record(settings), text.encode())
+        return record
+
+    def density(self, settings: Settings) -> Path:
+        """Where a density is kept."""
+        return self.folder / "densities" / f"{_slug(settings)}-{key(settings)}.safetensors"
+
+    def running(self, settings: Settings | list[Settings]) -> Path:
+        """Where a training that is under way leaves its checkpoint."""
+        return self.folder / "running" / f"{key(settings)}.safetensors"
+
+    def _record(self, settings: Settings) -> Path:
+        return self.folder / "records" / f"{_slug(settings)}-{key(settings)}.json"
+
+
+def _slug(settings: Settings) -> str:
+    """For people who look into the folder."""
+    parts = (settings.get(name) for name in ("dataset", "shape", "density_kind", "method", "variant", "seed"))
+    return "-".join(str(part).replace(" ", "_").replace("/", "_") for part in parts if part is not None)

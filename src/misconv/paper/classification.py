@@ -1,0 +1,418 @@
+"""Tables 1, 2, 6, 8 and 9: one classifier, many ways to treat missing pixels.
+
+The protocol: every image has one missing region for its whole life, and what lies under it is erased before anything
+else happens (only GT sees complete images). A tenth of the training images, set aside, chooses the epoch; test images
+are looked at once, by the chosen one. Seeds differ in the classifier's first weights, the order of images and dropout;
+regions, split and densities are the same for all of them, so methods can be compared seed by seed.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from misconv import impute, missing, store
+from misconv._provenance import commit, device_name, versions
+from misconv.data import ImageSet
+from misconv.density import SMFA, ConvDMFA, LinearDMFA
+from misconv.paper.cache import Cache
+from misconv.paper.inputs import Incomplete, Remembered, Take, complete, of_method
+from misconv.paper.networks import Classifier, first_layer
+from misconv.training import classifier_job, count_right, density_job, fit_density, train
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+
+__all__ = ["BASELINES", "METHODS", "SETTINGS", "SHAPES", "Experiment", "falling"]
+
+# The paper's appendix A. Of the convolutional density the text says a learning rate of 4e-5, then 1e-5; the authors'
+# code runs 4e-4, then 1e-4, and so do we. The paper says nothing of the size of SMFA.
+_CONVOLUTIONAL = {
+    "kind": "ConvDMFA",
+    "rank": 4,
+    "epochs": 100,
+    "batch_size": 64,
+    "rates": [4e-4, 1e-4],
+    "mse_epochs": 10,
+}
+_SMFA = {"kind": "SMFA", "components": 10, "rank": 6, "epochs": 30}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "mnist": {
+        "dmfa": {
+            "kind": "LinearDMFA",
+            "rank": 4,
+            "epochs": 20,
+            "batch_size": 48,
+            "rates": [4e-5],
+            "mse_epochs": 0,
+            "clip": None,
+        },
+        "smfa": _SMFA,
+        "classifier": {"kind": "small", "epochs": 10, "batch_size": 24, "rate": 1e-3},
+    },
+    "svhn": {
+        "dmfa": _CONVOLUTIONAL,
+        "smfa": _SMFA,
+        "classifier": {"kind": "small", "epochs": 25, "batch_size": 24, "rate": 1e-3},
+    },
+    "cifar10": {
+        "dmfa": _CONVOLUTIONAL,
+        "smfa": _SMFA,
+        "classifier": {"kind": "large", "epochs": 35, "batch_size": 64, "rate": 1e-4},
+    },
+    # Not in the paper: small enough for a few minutes on a CPU.
+    "digits": {
+        "dmfa": {"kind": "LinearDMFA", "rank": 4, "epochs": 30, "batch_size": 48, "rates": [1e-3], "mse_epochs": 0},
+        "smfa": {"kind": "SMFA", "components": 8, "rank": 4, "epochs": 30},
+        "classifier": {"kind": "small", "epochs": 12, "batch_size": 24, "rate": 1e-3},
+    },
+}
+SHAPES = {"square": 1 / 4, "trapezoid": 1 / 2, "noise": 3 / 4}  # and how much of an image is missing
+VALIDATION = 0.1
+NEIGHBOURS, DONORS = 5, 5000  # of k-NN
+METHODS = ("zero", "mask", "mean", "knn", "partial", "mfa", "misconv_smfa", "misconv_dmfa", "gt")
+BASELINES = ("zero", "mask", "mean", "knn", "partial", "mfa")
+DENSITY_OF = {"mfa": "dmfa", "misconv_dmfa": "dmfa", "misconv_smfa": "smfa"}
+# How many classifiers are trained in one CUDA graph, and how often their state is put on the disk.
+SIDE_BY_SIDE, CHECKPOINT_SECONDS = 48, 60.0
+
+Record = dict[str, Any]
+
+
+class Experiment:
+    """One data set with one kind of missing region: its densities and classifiers, each trained once and cached.
+
+    Args:
+        data: images and labels.
+        shape: of the missing regions, one of `SHAPES`.
+        cache: where finished units are kept.
+        fabric: devices and precision; one process.
+        settings: like those in `SETTINGS`, or None for the ones of this data set (of SVHN, if it is not there).
+        progress: whether to show bars. say: called with a line at every stage.
+        filler: what stands at missing pixels; nothing may depend on it.
+    """
+
+    def __init__(
+        self,
+        data: ImageSet,
+        shape: str,
+        cache: Cache,
+        fabric: Fabric,
+        *,
+        settings: dict[str, Any] | None = None,
+        progress: bool = True,
+        say: Callable[[str], None] = lambda line: None,
+        filler: float = 0.0,
+    ) -> None:
+        if shape not in SHAPES:
+            raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")
+        self.data, self.shape, self.cache, self.fabric = data, shape, cache, fabric
+        self.settings = settings or SETTINGS.get(data.name, SETTINGS["svhn"])
+        self.progress, self.say, self.filler = progress, say, filler
+        self.device = fabric.device
+        self._tools: dict[str, Any] = {}
+        self._takes: dict[tuple[str, str], Take] = {}
+
+    # Data ------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What every unit of this experiment has in common."""
+        parts = (self.data.train, self.data.train_labels, self.data.test, self.data.test_labels)
+        check = 0
+        for part in parts:
+            check = zlib.crc32(part.numpy().tobytes(), check)
+        return {"dataset": self.data.name, "crc32": check, "shape": self.shape, "fraction": SHAPES[self.shape]}
+
+    @cached_property
+    def train(self) -> Incomplete:
+        """All training images; those of validation among them."""
+        return self._incomplete(self.data.train, 1)
+
+    @cached_property
+    def test(self) -> Incomplete:
+        """The test images."""
+        return self._incomplete(self.data.test, 2)
+
+    @cached_property
+    def labels(self) -> tuple[Tensor, Tensor]:
+        """Of training and test images, on the device."""
+        return self.data.train_labels.to(self.device), self.data.test_labels.to(self.device)
+
+    @cached_property
+    def split(self) -> tuple[Tensor, Tensor]:
+        """Indices of the images to train on, and of those that choose the epoch."""
+        size = len(self.data.train)
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(3), device="cpu").to(self.device)
+        held = round(VALIDATION * size)
+        return order[held:], order[:held]
+
+    def _incomplete(self, images: Tensor, seed: int) -> Incomplete:
+        generator = torch.Generator().manual_seed(seed)
+        observed = getattr(missing, self.shape)(
+            len(images), *images.shape[2:], fraction=SHAPES[self.shape], generator=generator
+        )
+        return Incomplete(images.to(self.device), observed.to(self.device), self.filler)
+
+    # Densities -------------------------------------------------------------------------------------------------------
+
+    def density_settings(self, kind: str) -> dict[str, Any]:
+        """What makes a density what it is; kind is "smfa" or "dmfa"."""
+        return {**self.identity, "density_kind": kind, "density": self.settings[kind], "seed": 0}
+
+    def offer(self, kind: str, chosen: dict[str, Any]) -> None:
+        """Let there be one more density, by its settings."""
+        self.settings = {**self.settings, kind: chosen}
+
+    def density(self, kind: str) -> nn.Module:
+        """A density of this data set, trained on its incomplete training images the first time."""
+        if kind not in self._tools:
+            settings = self.density_settings(kind)
+            path = self.cache.density(settings)
+            if not path.exists():
+                self._fit(kind, settings)
+            density = store.load(path).to(self.device)
+            if isinstance(density, ConvDMFA):
+                density.to(memory_format=torch.channels_last)
+            self._tools[kind] = density.eval().requires_grad_(False)
+        found = self._tools[kind]
+        assert isinstance(found, nn.Module)
+        return found
+
+    def _fit(self, kind: str, settings: dict[str, Any]) -> None:
+        self.say(f"{self.data.title}, {self.shape}: learning what is missing ({kind.upper()})")
+        clock, chosen = time.perf_counter(), settings["density"]
+        density = make_density(chosen, self.data.shape)
+        checkpoint = self.cache.running(settings)
+        # What is missing was erased, so that no method can read it; bytes have no NaN.
+        images, observed = self.train.images, self.train.observed
+        if isinstance(density, SMFA):
+            history = fit_density(
+                density, images, observed, epochs=chosen["epochs"], checkpoint=checkpoint, fabric=self.fabric,
+                progress=self.progress,
+            )  # fmt: skip
+        else:
+            job = density_job(
+                density, images, observed, self.fabric, batch_size=chosen["batch_size"], learning_rate=_rates(chosen),
+                mse_epochs=chosen["mse_epochs"], clip=chosen.get("clip", 5.0),
+                shape=several if chosen.get("shapes") == "several" else missing.square,
+            )  # fmt: skip
+            (history,) = train(
+                [job], self.fabric, epochs=chosen["epochs"], checkpoint=checkpoint, progress=self.progress,
+                checkpoint_seconds=self.pause, title=kind.upper(),
+            )  # fmt: skip
+        store.save(density, self.cache.density(settings))
+        seconds = time.perf_counter() - clock
+        self.cache.keep(settings, {"kind": "fit", **self._circumstances(), "seconds": seconds, "history": history})
+        checkpoint.unlink(missing_ok=True)
+
+    def quality(self, kind: str) -> Record:
+        """A record of how well a density predicts the missing pixels of the test images (Table 7)."""
+        settings = {**self.density_settings(kind), "variant": "quality"}
+        found = self.cache.get(settings)
+        if found is not None:
+            return found
+        from misconv.paper.quality import quality
+
+        density = self.density(kind)
+        fitted = self.cache.get(self.density_settings(kind))
+        measured = quality(density, self.data.test.to(self.device), self.test.observed)
+        name = {"smfa": "SMFA", "dmfa": "DMFA", "plus": "DMFA+"}[kind]
+        seconds = {} if fitted is None else {"seconds": fitted["seconds"]}
+        return self.cache.keep(
+            settings, {"kind": "density", **self._circumstances(), "density": name, **measured, **seconds}
+        )
+
+    # Classifiers -----------------------------------------------------------------------------------------------------
+
+    def unit(self, method: str, seed: int) -> dict[str, Any]:
+        """What makes a method with a seed what it is."""
+        kind = DENSITY_OF.get(method)
+        return {
+            **self.identity, "method": method, "seed": seed, "validation": VALIDATION,
+            "classifier": self.settings["classifier"], "density": self.settings[kind] if kind else None,
+        }  # fmt: skip
+
+    def run(self, methods: Sequence[str], seeds: Sequence[int]) -> list[Record]:
+        """The records of all methods with all seeds; those that are not there yet are trained."""
+        wanted = [(method, seed) for method in methods for seed in seeds]
+        todo = [unit for unit in wanted if self.cache.get(self.unit(*unit)) is None]
+        limit = SIDE_BY_SIDE if self.device.type == "cuda" else len(seeds)
+        for start in range(0, len(todo), limit):
+            self._train(todo[start : start + limit])
+        records = [self.cache.get(self.unit(*unit)) for unit in wanted]
+        return [record for record in records if record is not None]
+
+    def _train(self, units: Sequence[tuple[str, int]]) -> None:
+        chosen = self.settings["classifier"]
+        rows, held = self.split
+        labels = self.labels[0]
+        takes = {method: self.take(method, "train") for method in dict.fromkeys(method for method, _ in units)}
+        self.say(f"{self.data.title}, {self.shape}: training {', '.join(takes)}, {len(units)} side by side")
+        clock = time.perf_counter()
+        jobs = []
+        for method, seed in units:
+            take = takes[method]
+            jobs.append(
+                classifier_job(
+                    self._network(method, seed), _at(take, rows), labels[rows], self.fabric,
+                    validation_inputs=_at(take, held), validation_labels=labels[held], batch_size=chosen["batch_size"],
+                    learning_rate=chosen["rate"], seed=seed, settings=self.unit(method, seed), count=False,
+                )
+            )  # fmt: skip
+        checkpoint = self.cache.running([job.settings for job in jobs])
+        histories = train(
+            jobs, self.fabric, epochs=chosen["epochs"], checkpoint=checkpoint, checkpoint_seconds=self.pause,
+            progress=self.progress, title=f"{len(jobs)} classifiers", stays=False,
+        )  # fmt: skip
+        seconds = (time.perf_counter() - clock) / len(units)
+        for (method, seed), job, history in zip(units, jobs, histories, strict=True):
+            self.finish(self.unit(method, seed), method, seed, job.module, history, seconds, len(units))
+        checkpoint.unlink(missing_ok=True)
+
+    def finish(
+        self,
+        settings: dict[str, Any],
+        method: str,
+        seed: int,
+        network: nn.Module,
+        history: list[dict[str, float]],
+        seconds: float,
+        side_by_side: int,
+        takes: tuple[Take, Take] | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> Record:
+        """Look at the test images, once, and keep the record of a unit."""
+        incomplete, everything = takes or (self.take(method, "test"), complete(method, self._complete("test")))
+        best = max(history, key=lambda record: record["validation_accuracy"])
+        truth = self.labels[1]
+        with torch.no_grad():
+            right = [count_right(network, take, truth, self.device, 1000) for take in (incomplete, everything)]
+        return self.cache.keep(
+            settings,
+            {
+                "kind": "classification",
+                **self._circumstances(),
+                "method": method,
+                "seed": seed,
+                "accuracy_incomplete": right[0] / len(truth),
+                "accuracy_complete": right[1] / len(truth),
+                "accuracy_validation": best["validation_accuracy"],
+                "epoch": int(best["epoch"]) + 1,
+                "epochs": len(history),
+                "seconds": seconds,
+                "side_by_side": side_by_side,
+                **(extra or {}),
+            },
+        )
+
+    def take(self, method: str, part: str) -> Take:
+        """How a method gives training or test images to its network."""
+        if method == "gt":
+            return complete(method, self._complete(part))
+        if (method, part) not in self._takes:
+            data = self.train if part == "train" else self.test
+            self._takes[method, part] = of_method(method, data, self._prepare(method, data))
+        return self._takes[method, part]
+
+    def _prepare(self, method: str, data: Incomplete) -> dict[str, Any]:
+        """The tools of a method, fitted to incomplete training images."""
+        rows = self.split[0]
+        if method == "mean" and "mean" not in self._tools:
+            self._tools["mean"] = impute.Mean().fit(*self.train.at(rows))
+        if method == "knn" and "knn" not in self._tools:
+            self._tools["knn"] = impute.KNN(NEIGHBOURS).fit(*self.train.at(rows[:DONORS]))
+        kind = DENSITY_OF.get(method)
+        if kind == "smfa":
+            self.density("smfa")
+        if kind == "dmfa":
+            # Both methods that use it share what it says.
+            name = f"dmfa of {len(data)} {data is self.train}"
+            if name not in self._tools:
+                density = self.density("dmfa")
+                with torch.no_grad():
+                    self._tools[name] = Remembered(density, data)
+            return {"dmfa": self._tools[name]}
+        return self._tools
+
+    def _complete(self, part: str) -> Tensor:
+        name = f"complete {part}"
+        if name not in self._tools:
+            self._tools[name] = (self.data.train if part == "train" else self.data.test).to(self.device)
+        found: Tensor = self._tools[name]
+        return found
+
+    def _network(self, method: str, seed: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            first = first_layer(method, self.data.shape[0])
+            return Classifier(first, self.data.shape, self.data.classes, self.settings["classifier"]["kind"])
+
+    @property
+    def pause(self) -> float:
+        """A GPU ends an epoch in a second; a CPU takes long, and loses nothing by writing each."""
+        return CHECKPOINT_SECONDS if self.device.type == "cuda" else 0.0
+
+    def _circumstances(self) -> dict[str, Any]:
+        return {
+            "dataset": self.data.name,
+            "title": self.data.title,
+            "shape": self.shape,
+            "device": device_name(self.device),
+            "versions": versions(self.device),
+            "commit": commit(),
+        }
+
+
+def make_density(chosen: dict[str, Any], shape: tuple[int, int, int]) -> nn.Module:
+    """A density by its settings, with the same first weights every time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if chosen["kind"] == "SMFA":
+            return SMFA(chosen["components"], chosen["rank"])
+        if chosen["kind"] == "LinearDMFA":
+            return LinearDMFA(shape, rank=chosen["rank"])
+        options = {name: chosen[name] for name in ("components", "widths", "depths", "skips") if name in chosen}
+        network = ConvDMFA(shape[0], rank=chosen["rank"], **options)
+        return network.to(memory_format=torch.channels_last)
+
+
+def several(
+    batch: int,
+    height: int,
+    width: int,
+    *,
+    fraction: float,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Regions of one shape or another, drawn for every image anew; for `misconv.missing.hide`."""
+    drawn = [
+        shape(batch, height, width, fraction=fraction, generator=generator, device=device)
+        for shape in (missing.square, missing.trapezoid, missing.noise)
+    ]
+    where = device if generator is None else generator.device
+    turn = torch.randint(len(drawn), (batch, 1, 1, 1), generator=generator, device=where).to(drawn[0].device)
+    return torch.where(turn == 0, drawn[0], torch.where(turn == 1, drawn[1], drawn[2]))
+
+
+def falling(rate: float, epochs: int) -> Callable[[int], float]:
+    """From `rate` down to nearly 0 along a cosine."""
+    return lambda epoch: float(rate * (1 + torch.tensor(torch.pi * epoch / epochs).cos()) / 2)
+
+
+def _rates(chosen: dict[str, Any]) -> Callable[[int], float]:
+    """The first learning rate while the squared error is added, the last one after; or a falling one."""
+    if chosen.get("falling"):
+        return falling(chosen["rates"][0], chosen["epochs"])
+    return lambda epoch: float(chosen["rates"][0] if epoch < chosen["mse_epochs"] else chosen["rates"][-1])
+
+
+def _at(take: Take, rows: Tensor) -> Take:
+    return lambda indices: take(rows[indices])

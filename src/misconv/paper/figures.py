@@ -1,0 +1,437 @@
+"""The figures of the paper: what is missing, what may be there, and what the first layer makes of it.
+
+Every function takes plain tensors and returns a matplotlib figure, which `figure.savefig(path)` writes. Images have
+one channel, drawn as ink on paper (0 is the paper), or three, drawn in colour. Missing pixels are striped in magenta,
+whatever they hold, and where something was filled in, a magenta line goes around it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from misconv._checks import check_images, check_observed, check_size, describe
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["imputations", "masks", "responses"]
+
+DPI = 150
+# Lengths are in pixels at this resolution: panels are whole numbers of them, so that no picture is resampled.
+PANEL, GAP, BREAK, MARGIN = 176, 8, 26, 24
+TITLE, TEXT = 11.5, 9.5  # in points
+WIDEST = 0.5  # of a standard deviation: no value between 0 and 1 deviates by more
+DARK, GREY, EDGE = "#182038", "#5b6274", "#c9cdd6"
+
+
+def masks(images: Tensor, observed_by_shape: dict[str, Tensor]) -> Figure:
+    """The same images with regions of several shapes missing: a column for each image, a row for each shape.
+
+    Args:
+        images: complete images (N, C, H, W), floating point between 0 and 1 or uint8.
+        observed_by_shape: for each shape, by its name, bool (N, 1, H, W) or (N, C, H, W).
+    """
+    images = _complete("images", images)
+    seen = {name: _seen(f"observed_by_shape[{name!r}]", o, images) for name, o in observed_by_shape.items()}
+    if not seen:
+        raise ValueError("observed_by_shape must name at least one shape, got an empty dict")
+    shares = {name: f"{name}\n{100 * float((~o).double().mean()):.0f} % missing" for name, o in seen.items()}
+    sheet = _sheet("Missing pixels are striped", ["complete", *shares.values()], len(images), images, breaks=(1,))
+    for column, image in enumerate(images):
+        _picture(sheet.panel(0, column), image)
+        for row, observed in enumerate(seen.values(), 1):
+            _picture(sheet.panel(row, column), image, ~observed[column], gone=True)
+    return sheet.figure
+
+
+def responses(
+    first_layer_imputed: Tensor,
+    first_layer_misconv: Tensor,
+    images: Tensor,
+    observed: Tensor,
+    filled: Tensor,
+    channels: int = 6,
+) -> Figure:
+    """Responses of one first layer: to an imputed image, expected over all that may be there, and their difference.
+
+    Three rows for each image. The filters shown are those where the two differ most (root mean square over all images
+    given), each on one scale for all images. Responses of another size than the image are stretched over it.
+
+    Args:
+        first_layer_imputed: (N, O, H', W'), the layer's responses to `filled`.
+        first_layer_misconv: (N, O, H', W'), its expected responses over the density.
+        images: (N, C, H, W); what is not observed is not read.
+        observed: bool (N, 1, H, W) or (N, C, H, W).
+        filled: (N, C, H, W), the imputed images.
+        channels: how many filters to show; all if the layer has no more.
+    """
+    images = _images("images", images)
+    filled, seen = _like("filled", filled, images), _seen("observed", observed, images)
+    imputed = _numbers("first_layer_imputed", first_layer_imputed, len(images))
+    expected = _numbers("first_layer_misconv", first_layer_misconv, len(images))
+    _check_shape("first_layer_misconv", expected, "first_layer_imputed", imputed)
+    check_size("channels", channels)
+    difference = expected - imputed
+    chosen = difference.square().mean((0, 2, 3)).topk(min(channels, imputed.shape[1])).indices.tolist()
+    sheet = _sheet(
+        "Responses of the first layer, in the filters where MisConv differs most from MFA imputation",
+        ["MFA imputation", "MisConv", "MisConv minus\nMFA imputation"] * len(images),
+        1 + len(chosen),
+        images,
+        heads=["input", *(f"filter {o + 1}" for o in chosen)],
+        breaks=range(3, 3 * len(images), 3),
+        below=96,
+    )
+    for i, (image, hidden) in enumerate(zip(images, ~seen, strict=True)):
+        _picture(sheet.panel(3 * i, 0), filled[i], hidden)
+        _picture(sheet.panel(3 * i + 1, 0), image, hidden, gone=True)
+    for column, o in enumerate(chosen, 1):
+        _filter(sheet, column, imputed[:, o], expected[:, o], ~seen)
+    _scale_names(sheet)
+    return sheet.figure
+
+
+def imputations(
+    truth: Tensor,
+    observed: Tensor,
+    fills: dict[str, Tensor],
+    deviations: dict[str, Tensor],
+    samples: Tensor | None = None,
+) -> Figure:
+    """Incomplete images, how each method fills them, how unsure a density is, possible completions, and the truth.
+
+    A column for each image. Standard deviations, of several channels their root mean square, share one scale. It ends
+    at ½, which no value between 0 and 1 can exceed; a density that says more is drawn as if it said that.
+
+    Args:
+        truth: complete images (N, C, H, W), floating point between 0 and 1 or uint8.
+        observed: bool (N, 1, H, W) or (N, C, H, W).
+        fills: for each method, by its name, the filled images (N, C, H, W).
+        deviations: for each density, by its name, the standard deviation of every pixel (N, C, H, W).
+        samples: completions drawn from a density (S, N, C, H, W), a row for each of S.
+    """
+    truth = _complete("truth", truth)
+    seen = _seen("observed", observed, truth)
+    filled = {name: _like(f"fills[{name!r}]", x, truth) for name, x in fills.items()}
+    unsure = {name: _deviation(f"deviations[{name!r}]", d, truth) for name, d in deviations.items()}
+    drawn = _samples(samples, truth)
+    pictures = {
+        **{f"filled in by\n{name}": x for name, x in filled.items()},
+        **{f"how unsure\n{name} is": d for name, d in unsure.items()},
+        **{f"possible:\nsample {s}": x for s, x in enumerate(drawn, 1)},
+    }
+    doubts = 1 + len(filled), 1 + len(filled) + len(unsure)  # the rows of `unsure`
+    labels, breaks = ["incomplete", *pictures, "truth"], {1, *doubts, 1 + len(pictures)}
+    title, right = "What the missing pixels may be", 124 if unsure else 0
+    sheet = _sheet(title, labels, len(truth), truth, breaks=breaks, right=right)
+    highest = max((float(d.max()) for d in unsure.values()), default=0.0) or WIDEST
+    high = min(highest, WIDEST)
+    for column, hidden in enumerate(~seen):
+        _picture(sheet.panel(0, column), truth[column], hidden, gone=True)
+        _picture(sheet.panel(len(labels) - 1, column), truth[column], hidden)
+        for row, x in enumerate(pictures.values(), 1):
+            if x.dim() == 4:
+                _picture(sheet.panel(row, column), x[column], hidden)
+            else:
+                _map(sheet.panel(row, column), x[column], hidden.shape, "UNSURE", 0, high)
+    if unsure:
+        _bar(sheet.beside(doubts[0], doubts[1] - 1), "UNSURE", 0, high, "standard deviation", cut=highest > high)
+    return sheet.figure
+
+
+# The sheet ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Sheet:
+    """A figure with places for panels in rows and columns; lengths in pixels, from the top left."""
+
+    figure: Figure
+    width: int
+    height: int
+    left: int
+    tops: list[int]
+    panel_width: int
+    panel_height: int
+    columns: int
+
+    def axes(self, left: float, top: float, width: float, height: float) -> Axes:
+        """Axes at a place of the sheet."""
+        bottom = self.height - top - height
+        place = (left / self.width, bottom / self.height, width / self.width, height / self.height)
+        return self.figure.add_axes(place)
+
+    def across(self, column: int) -> int:
+        """Where a column begins."""
+        return self.left + column * (self.panel_width + GAP)
+
+    def panel(self, row: int, column: int) -> Axes:
+        """The axes of one picture."""
+        axes = self.axes(self.across(column), self.tops[row], self.panel_width, self.panel_height)
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set(color=EDGE, linewidth=0.5)
+        return axes
+
+    def beside(self, first: int, last: int) -> Axes:
+        """A narrow place to the right of some rows."""
+        low = self.tops[last] + self.panel_height
+        return self.axes(self.across(self.columns) + GAP, self.tops[first], 14, low - self.tops[first])
+
+    def under(self, column: int, top: int) -> Axes:
+        """A narrow place below a column, a little shorter, to keep the numbers of two neighbours apart."""
+        low = self.tops[-1] + self.panel_height
+        return self.axes(self.across(column) + GAP, low + top, self.panel_width - 2 * GAP, 14)
+
+    def write(self, x: float, y: float, text: str, **options: Any) -> None:
+        """Text at a place of the sheet."""
+        options = {"fontsize": TEXT, "color": DARK, **options}
+        self.figure.text(x / self.width, 1 - y / self.height, text, **options)
+
+
+def _sheet(
+    title: str,
+    labels: Sequence[str],
+    columns: int,
+    images: Tensor,
+    *,
+    heads: Sequence[str] = (),
+    breaks: Collection[int] = (),
+    right: int = 0,
+    below: int = 0,
+) -> _Sheet:
+    """A sheet that is large enough for its words: a label for each row, a head for each column."""
+    Figure = _matplotlib()
+    height, width = (_scale(images) * n for n in images.shape[-2:])
+    left = MARGIN + max(_text_width(label, TEXT) for label in labels) + 2 * GAP
+    across = left + columns * (width + GAP) - GAP + right + MARGIN
+    lines = _wrap(title, across - 2 * MARGIN)
+    top = MARGIN + 30 * len(lines) + (6 * GAP if heads else 2 * GAP)
+    tops = [top + row * (height + GAP) + sum(BREAK - GAP for b in breaks if b <= row) for row in range(len(labels))]
+    down = tops[-1] + height + below + MARGIN
+    figure = Figure(figsize=(across / DPI, down / DPI), dpi=DPI, facecolor="white")
+    sheet = _Sheet(figure, across, down, left, tops, width, height, columns)
+    sheet.write(MARGIN, MARGIN, "\n".join(lines), fontsize=TITLE, va="top", weight="bold")
+    for label, y in zip(labels, tops, strict=True):
+        sheet.write(left - 2 * GAP, y + height / 2, label, ha="right", va="center", linespacing=1.35)
+    for column, head in enumerate(heads):
+        sheet.write(sheet.across(column) + width / 2, tops[0] - GAP, head, ha="center", va="bottom")
+    return sheet
+
+
+def _scale(images: Tensor) -> int:
+    """How many pixels of the sheet a pixel of an image is wide."""
+    return max(1, round(PANEL / max(images.shape[-2:])))
+
+
+def _text_width(text: str, size: float, weight: str = "normal") -> int:
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font, measure = FontProperties(size=size, weight=weight), text_to_path.get_text_width_height_descent
+    points = max(float(measure(line, font, False)[0]) for line in text.split("\n"))
+    return math.ceil(points * DPI / 72)
+
+
+def _wrap(title: str, width: int) -> list[str]:
+    """Lines of whole words that fit into a width."""
+    lines = [""]
+    for word in title.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if _text_width(longer, TITLE, "bold") <= width:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return [line for line in lines if line]
+
+
+def _matplotlib() -> type[Figure]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("figures are drawn by matplotlib: pip install 'misconv[paper]'") from error
+    return Figure
+
+
+# Panels ------------------------------------------------------------------------------------------------------------
+
+
+def _picture(axes: Axes, image: Tensor, hidden: Tensor | None = None, *, gone: bool = False) -> None:
+    """An image (C, H, W); the hidden pixels (H, W) are striped where they are `gone`, and outlined otherwise."""
+    scale = _scale(image)
+    rgb = _rgb(image).repeat_interleave(scale, 0).repeat_interleave(scale, 1)  # (scale · H, scale · W, 3)
+    if hidden is not None and gone:
+        inside = hidden.repeat_interleave(scale, 0).repeat_interleave(scale, 1)
+        rgb = torch.where(inside.unsqueeze(-1), _stripes(*inside.shape), rgb)
+    height, width = image.shape[-2:]
+    axes.imshow(rgb.round().to(torch.uint8).numpy(), extent=(0, width, height, 0), interpolation="nearest")
+    if hidden is not None:
+        _outline(axes, hidden)
+
+
+def _rgb(image: Tensor) -> Tensor:
+    """(C, H, W) → (H, W, 3), from 0 to 255."""
+    from misconv._pictures import INK
+
+    image = image.clamp(0, 1).nan_to_num(0)
+    if len(image) == 3:
+        return 255 * image.permute(1, 2, 0)
+    paper, ink = (torch.tensor(colour, dtype=image.dtype, device="cpu") for colour in INK)
+    return paper + (ink - paper) * image[0].unsqueeze(-1)
+
+
+def _stripes(height: int, width: int) -> Tensor:
+    """The look of missing pixels, (height, width, 3)."""
+    from misconv._pictures import MISSING
+
+    ground, stripe = (torch.tensor(colour, dtype=torch.float64, device="cpu") for colour in MISSING)
+    rows, columns = (torch.arange(n, device="cpu") for n in (height, width))
+    striped = (rows[:, None] + columns) % 16 < 4
+    return torch.where(striped.unsqueeze(-1), stripe, ground)
+
+
+def _map(axes: Axes, values: Tensor, size: Sequence[int], colours: str, low: float, high: float) -> None:
+    """Numbers (H', W') in colours, stretched over an image of that size."""
+    extent = (0, size[1], size[0], 0)
+    options: dict[str, Any] = {"extent": extent, "interpolation": "nearest", "aspect": "auto"}
+    axes.imshow(values.numpy(), cmap=_colours(colours), vmin=low, vmax=high, **options)
+
+
+def _outline(axes: Axes, hidden: Tensor) -> None:
+    """A thin line between the hidden pixels (H, W) and the others."""
+    from matplotlib.collections import LineCollection
+
+    from misconv._pictures import MISSING
+
+    inside = F.pad(hidden.int(), (1, 1, 1, 1))  # beyond the edge there is nothing to hide
+    across, down = inside[1:-1].diff(dim=1), inside[:, 1:-1].diff(dim=0)
+    lines = [((x, y), (x, y + 1)) for y, x in across.nonzero().tolist()]
+    lines += [((x, y), (x + 1, y)) for y, x in down.nonzero().tolist()]
+    if 2 * len(lines) > hidden.numel():
+        return  # scattered pixels: so many lines would hide the picture
+    colour = tuple(c / 255 for c in MISSING[1])
+    options: dict[str, Any] = {"linewidths": 0.9, "capstyle": "projecting", "clip_on": False, "zorder": 3}
+    axes.add_collection(LineCollection(lines, colors=[colour], **options), autolim=False)
+
+
+def _filter(sheet: _Sheet, column: int, imputed: Tensor, expected: Tensor, hidden: Tensor) -> None:
+    """One filter's column: (N, H', W') both, on one scale, their difference, and the scales below."""
+    low = min(0.0, float(imputed.min()), float(expected.min()))
+    high = max(low + 1e-9, float(imputed.max()), float(expected.max()))
+    off = max(1e-9, float((expected - imputed).abs().max()))
+    for i in range(len(imputed)):
+        for row, values in enumerate((imputed[i], expected[i])):
+            axes = sheet.panel(3 * i + row, column)
+            _map(axes, values, hidden.shape[1:], "RESPONSE", low, high)
+            _outline(axes, hidden[i])
+        axes = sheet.panel(3 * i + 2, column)
+        _map(axes, expected[i] - imputed[i], hidden.shape[1:], "DIFFERENCE", -off, off)
+        _outline(axes, hidden[i])
+    _bar(sheet.under(column, 20), "RESPONSE", low, high)
+    _bar(sheet.under(column, 66), "DIFFERENCE", -off, off)
+
+
+def _scale_names(sheet: _Sheet) -> None:
+    low = sheet.tops[-1] + sheet.panel_height
+    for top, name in ((20, "response"), (66, "difference")):
+        sheet.write(sheet.across(1) - 2 * GAP, low + top + 7, name, ha="right", va="center")
+
+
+def _bar(axes: Axes, colours: str, low: float, high: float, name: str = "", *, cut: bool = False) -> None:
+    """A colour bar between two numbers: lying, or standing with its name beside it; `cut` where there is more."""
+    standing = bool(name)
+    steps = torch.linspace(high, low, 256).unsqueeze(1) if standing else torch.linspace(low, high, 256).unsqueeze(0)
+    _map(axes, steps.double(), (1, 1), colours, low, high)
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set(color=GREY, linewidth=0.6)
+    first, last = (f"{value:.2g}".replace("-", "−") for value in (low, high))
+    last = f"≥ {last}" if cut else last
+    options: dict[str, Any] = {"fontsize": TEXT - 1.5, "color": GREY, "textcoords": "offset points"}
+    if standing:
+        axes.annotate(first, (1, 1), (3, 0), va="bottom", **options)
+        axes.annotate(last, (1, 0), (3, 0), va="top", **options)
+        axes.annotate(name, (1, 0.5), (30, 0), va="center", rotation=90, **options)
+    else:
+        axes.annotate(first, (0, 1), (0, -2), ha="left", va="top", **options)
+        axes.annotate(last, (1, 1), (0, -2), ha="right", va="top", **options)
+
+
+def _colours(name: str) -> Any:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    from misconv import _pictures
+
+    return LinearSegmentedColormap.from_list(name, [[c / 255 for c in stop] for stop in getattr(_pictures, name)])
+
+
+# Arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _images(name: str, x: Tensor) -> Tensor:
+    """Images on the CPU, in float64."""
+    if isinstance(x, Tensor) and x.dtype == torch.uint8:
+        x = x.double() / 255
+    check_images(name, x)
+    if x.shape[1] not in (1, 3):
+        raise ValueError(f"{name} must have one channel (drawn as ink) or three (colours), got {describe(x)}")
+    return x.detach().cpu().double()
+
+
+def _complete(name: str, x: Tensor) -> Tensor:
+    x = _images(name, x)
+    _check_finite(name, x)
+    return x
+
+
+def _like(name: str, x: Tensor, images: Tensor) -> Tensor:
+    x = _complete(name, x)
+    _check_shape(name, x, "the images", images)
+    return x
+
+
+def _seen(name: str, observed: Tensor, images: Tensor) -> Tensor:
+    """(N, H, W), True where all channels were seen."""
+    observed = observed.detach().cpu() if isinstance(observed, Tensor) else observed
+    return check_observed(name, observed, images).all(1)
+
+
+def _numbers(name: str, x: Tensor, count: int) -> Tensor:
+    check_images(name, x)
+    if len(x) != count:
+        raise ValueError(f"{name} must hold one response for each of the {count} images, got {describe(x)}")
+    _check_finite(name, x)
+    return x.detach().cpu().double()
+
+
+def _deviation(name: str, x: Tensor, images: Tensor) -> Tensor:
+    """(N, H, W)."""
+    x = _numbers(name, x, len(images))
+    _check_shape(name, x, "the images", images)
+    if x.min() < 0:
+        raise ValueError(f"{name} must be standard deviations of at least 0, got {float(x.min()):.6g}")
+    return x.square().mean(1).sqrt()
+
+
+def _samples(samples: Tensor | None, images: Tensor) -> list[Tensor]:
+    if samples is None:
+        return []
+    if not isinstance(samples, Tensor) or samples.shape[1:] != images.shape:
+        raise ValueError(f"samples must have shape (S, {str(tuple(images.shape))[1:]}, got {describe(samples)}")
+    return [_complete("samples", x) for x in samples]
+
+
+def _check_finite(name: str, x: Tensor) -> None:
+    if not x.isfinite().all():
+        raise ValueError(f"{name} must be finite, got {int((~x.isfinite()).sum())} values that are NaN or infinite")
+
+
+def _check_shape(name: str, x: Tensor, other: str, like: Tensor) -> None:
+    if x.shape != like.shape:
+        raise ValueError(f"{name} must have the shape of {other}, {tuple(like.shape)}, got {describe(x)}")

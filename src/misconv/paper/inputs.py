@@ -1,0 +1,146 @@
+"""What each method gives its network: the one argument in which the rows of a table differ.
+
+All data live on one device: images as bytes, what a density says of them at missing pixels alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from misconv import impute
+from misconv.mfa import MFA
+from misconv.training import as_floats
+
+__all__ = ["Incomplete", "Remembered", "complete", "of_method"]
+
+Take = Callable[[Tensor], Any]  # indices (B,) -> what the network takes of these images
+CHUNK = 512
+
+
+class Incomplete:
+    """Images of which a fixed region is missing; their hidden pixels are gone for good.
+
+    Args:
+        images: uint8 (N, C, H, W).
+        observed: bool (N, 1, H, W).
+        filler: what stands at missing pixels when images are asked for as numbers; nothing may depend on it.
+    """
+
+    def __init__(self, images: Tensor, observed: Tensor, filler: float = 0.0) -> None:
+        self.observed = observed
+        self.images = images.where(observed, 0)
+        self.filler = filler
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def at(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Some of the images as numbers from 0 to 1, and what is observed of them."""
+        x, observed = as_floats(self.images[indices]), self.observed[indices]
+        return (x.where(observed, self.filler) if self.filler != 0 else x), observed  # erased pixels are 0 already
+
+
+class Remembered:
+    """What a density says of incomplete images, computed once and kept at their missing pixels alone.
+
+    Args:
+        density: (x, observed) -> MFA, or -> filled images, which are kept as points.
+        data: the images; an image with fewer missing pixels than others is padded.
+
+    Called with indices (B,), it returns the MFA of these images as `density` would.
+    """
+
+    def __init__(self, density: Callable[[Tensor, Tensor], MFA | Tensor], data: Incomplete) -> None:
+        self.data = data
+        missing = ~data.observed.flatten(1)  # (N, H·W)
+        count = int(missing.sum(1).max())
+        pixels = missing.shape[1]
+        # Sorting puts the missing pixels first; places beyond an image's own point behind its last pixel.
+        places = missing.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :count]
+        self.places = places.where(missing.gather(1, places), pixels)  # (N, M)
+        parts, logits = [], []
+        for rows in torch.arange(len(data), device=missing.device).split(CHUNK):
+            p = density(*data.at(rows))
+            p = MFA.point(p) if isinstance(p, Tensor) else p
+            values = torch.cat([p.means.unsqueeze(2), p.noise.unsqueeze(2), p.factors], 2)  # (B, K, 2 + L, C, H, W)
+            parts.append(_gather(values.flatten(4), self.places[rows]))
+            logits.append(p.logits)
+        self.values, self.logits = torch.cat(parts), torch.cat(logits)
+
+    def __call__(self, indices: Tensor) -> MFA:
+        """The MFA of some images, exact where they are observed."""
+        x, observed = self.data.at(indices)
+        values, places = self.values[indices], self.places[indices]
+        pixels = x.shape[-2] * x.shape[-1]
+        flat = values.new_zeros(*values.shape[:-1], pixels + 1)
+        flat.scatter_(-1, places[:, None, None, None].expand(values.shape), values)
+        full = flat[..., :pixels].unflatten(-1, x.shape[-2:])  # (B, K, 2 + L, C, H, W)
+        means = torch.where(observed.unsqueeze(1), x.unsqueeze(1), full[:, :, 0])
+        return MFA(
+            self.logits[indices], means, full[:, :, 2:].contiguous(), full[:, :, 1].contiguous(), observed, check=False
+        )
+
+    def filled(self, indices: Tensor) -> MFA:
+        """The mean of each of these MFAs, as a point: imputation by the density."""
+        return MFA.point(self(indices).mean)
+
+
+def of_method(method: str, data: Incomplete, tools: dict[str, Any]) -> Take:
+    """How a method gives some of these images to its network.
+
+    Args:
+        tools: what it may need: "mean" and "knn", fitted imputers; "smfa", a density; "dmfa", a `Remembered` of `data`.
+    """
+    if method == "zero":
+        return lambda rows: MFA.point(impute.zero(*data.at(rows)))
+    if method == "mask":
+        return lambda rows: _with_mask(*data.at(rows))
+    if method == "mean":
+        return lambda rows: MFA.point(tools["mean"](*data.at(rows)))
+    if method == "partial":
+        return data.at
+    if method == "knn":
+        return Remembered(tools["knn"], data)
+    if method == "mfa":
+        remembered: Remembered = tools["dmfa"]
+        return remembered.filled
+    if method == "misconv_smfa":
+        return lambda rows: _without_gradient(tools["smfa"], *data.at(rows))
+    if method == "misconv_dmfa":
+        found: Remembered = tools["dmfa"]
+        return found
+    raise ValueError(f"method must be one that learns from incomplete images, got {method!r}")
+
+
+def complete(method: str, images: Tensor) -> Take:
+    """How a method gives images to its network of which nothing is missing."""
+
+    def take(rows: Tensor) -> Any:
+        x = as_floats(images[rows])
+        everything = torch.ones_like(x[:, :1], dtype=torch.bool)
+        if method == "mask":
+            return _with_mask(x, everything)
+        return (x, everything) if method == "partial" else MFA.point(x)
+
+    return take
+
+
+def _with_mask(x: Tensor, observed: Tensor) -> MFA:
+    return MFA.point(torch.cat([impute.zero(x, observed), observed.to(x.dtype)], 1))
+
+
+def _without_gradient(density: nn.Module, x: Tensor, observed: Tensor) -> MFA:
+    with torch.no_grad():
+        p = density(x, observed)
+    assert isinstance(p, MFA)
+    return p
+
+
+def _gather(flat: Tensor, places: Tensor) -> Tensor:
+    """Values (B, K, F, C, H·W) at places (B, M), of which those behind the last pixel give anything."""
+    index = places.clamp_max(flat.shape[-1] - 1)[:, None, None, None]
+    return flat.gather(-1, index.expand(*flat.shape[:-1], -1))

@@ -1,0 +1,434 @@
+"""The paper's tables, with our numbers beside the printed ones.
+
+Tables are made from *records*: plain dicts, one for each data set, shape, method and seed (or density), as the
+experiments write them. Accuracies are means ± standard deviations over seeds, differences are paired by seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, stdev
+from typing import Any
+
+from misconv.paper import printed
+from misconv.paper.printed import COMPLETE, METHODS, TITLES
+
+__all__ = ["BASELINES", "NUMBERS", "Margin", "Record", "Table", "ablation", "make", "margins", "scores", "title_of"]
+
+Record = dict[str, Any]
+Scores = dict[Any, float]  # by seed
+
+NUMBERS = (1, 2, 6, 7, 8, 9, 10)
+BASELINES = ("zero", "mask", "mean", "knn", "partial", "mfa")
+OURS = ("misconv_dmfa", "misconv_plus")
+SHAPES = ("square", "trapezoid", "noise")
+EVERYTHING, PAPER = "everything", "paper's settings"  # the first and the last row of an ablation
+# A density's measures: title, decimals here, the better end. The paper prints two decimals.
+MEASURES = {"nll": ("NLL", 2, min), "mse": ("MSE", 2, min), "psnr": ("PSNR", 2, max), "ssim": ("SSIM", 3, max)}
+
+NOTHING = "–"
+FROM = " (paper)"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table in words: titles of columns, rows of cells, notes below.
+
+    The best cells are bold as in markdown, `**.926**`; the first `text` columns are words, the others numbers.
+    """
+
+    number: int | None
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    notes: list[str] = field(default_factory=list)
+    text: int = 1
+
+    @property
+    def heading(self) -> str:
+        """Number and title."""
+        return self.title if self.number is None else f"Table {self.number}: {self.title}"
+
+    def plain(self) -> Table:
+        """The same without the marks of bold cells."""
+        return replace(self, rows=[[cell.replace("**", "") for cell in row] for row in self.rows])
+
+    def markdown(self) -> str:
+        """The table and its notes in GitHub's markdown, without the heading."""
+        rules = [":--"] * self.text + ["--:"] * (len(self.columns) - self.text)
+        lines = [_line(self.columns), _line(rules), *(_line(row) for row in self.rows)]
+        notes = ["- " + note.replace("*", "\\*") for note in self.notes]
+        return "\n".join(lines) + ("\n\n" + "\n".join(notes) if notes else "")
+
+
+@dataclass(frozen=True)
+class Margin:
+    """How far one method is ahead of another, over the seeds that both have.
+
+    `p` is that of the two-sided paired t-test; None where it cannot be had: fewer than two seeds, or no spread.
+    """
+
+    method: str
+    baseline: str
+    points: float
+    seeds: int
+    p: float | None
+
+    @property
+    def chance(self) -> str:
+        """What the test says, in a few words."""
+        if self.seeds < 2:
+            return "no test, fewer than two seeds in common"
+        if self.p is None:
+            return "no test, the same for every seed"
+        return "p < 0.001" if self.p < 0.001 else f"p = {self.p:.3f}"
+
+    @property
+    def difference(self) -> str:
+        """The points with their sign."""
+        return _minus(f"{self.points:+.2f}")
+
+    def __str__(self) -> str:
+        method, baseline = METHODS.get(self.method, self.method), METHODS.get(self.baseline, self.baseline)
+        over = f" over {self.seeds} seeds" if self.p is not None else ""
+        return f"{method} against {baseline}: {self.difference} points ({self.chance}{over})"
+
+
+def make(
+    number: int,
+    records: Sequence[Record],
+    datasets: Sequence[str] | None = None,
+    benchmark: Mapping[str, Any] | None = None,
+) -> Table:
+    """The paper's table of that number.
+
+    Args:
+        number: 1 and 2 (accuracy on incomplete and on complete images), 6 (SMFA and DMFA), 7 (quality of the
+            densities), 8 (MFA imputation and MisConv), 9 (shapes of missing regions) or 10 (time).
+        records: what the experiments wrote; those of other tables are passed over.
+        datasets: names of the data sets to show; those with records if left out, the paper's if there are none.
+        benchmark: what `misconv bench` wrote on a GPU, for Table 10.
+    """
+    match number:
+        case 1 | 2:
+            return _accuracy(number, records, datasets)
+        case 6 | 8:
+            return _two(number, records, datasets)
+        case 7:
+            return _quality(records, datasets)
+        case 9:
+            return _shapes(records, datasets)
+        case 10:
+            return _times(benchmark)
+    there = ", ".join(str(n) for n in NUMBERS)
+    raise ValueError(f"table must be one of {there}, got {number!r}; 3, 4 and 5 (generation) are not there yet")
+
+
+def ablation(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
+    """What the ingredients of MisConv+ are worth: every row is trained again, and compared with the whole by seed."""
+    mine = _of(records, kind="ablation", shape="square")
+    chosen = _datasets(mine, datasets)
+    rows = {variant: [variant] for variant in _variants(mine)}
+    columns, counts = ["variant"], []
+    for dataset in chosen:
+        found = {variant: scores(mine, dataset=dataset, variant=variant) for variant in rows}
+        title, whole = title_of(mine, dataset), found.get(EVERYTHING, {})
+        counts.append((title, _count(found)))
+        columns += [title, f"{title}: points against {EVERYTHING}"]
+        for variant, cell in _cells(found).items():
+            known = variant != EVERYTHING and whole and found[variant]
+            against = _margin(variant, found[variant], EVERYTHING, whole) if known else None
+            points = (
+                against.difference + (f" ({against.chance})" if against.p is not None else "") if against else NOTHING
+            )
+            rows[variant] += [cell, points]
+    notes = [
+        f"Accuracy on incomplete test images. {_over(counts)}.",
+        f"“{EVERYTHING}” is MisConv+ as a whole. Points are paired by seed, p is that of the paired t-test.",
+    ]
+    return Table(None, "What the ingredients of MisConv+ are worth", columns, list(rows.values()), notes)
+
+
+def margins(
+    records: Sequence[Record], dataset: str, shape: str = "square", key: str = "accuracy_incomplete"
+) -> list[Margin]:
+    """MisConv (DMFA) and MisConv+ against the baseline with the best mean; empty where one side has no records."""
+    found = {m: _scores_of(records, dataset, shape, m, key) for m in (*BASELINES, *OURS)}
+    known = [m for m in BASELINES if found[m]]
+    if not known:
+        return []
+    best = max(known, key=lambda m: fmean(found[m].values()))
+    return [_margin(m, found[m], best, found[best]) for m in OURS if found[m]]
+
+
+def scores(records: Iterable[Record], key: str = "accuracy_incomplete", **wanted: Any) -> Scores:
+    """One number of all records that are as wanted, by seed; records of one seed must agree."""
+    found: Scores = {}
+    for record in _of(records, **wanted):
+        value, seed = record.get(key), record.get("seed")
+        if value is not None and found.setdefault(seed, value) != value:
+            what = ", ".join(map(str, wanted.values()))
+            raise ValueError(f"records must agree, got {key} {found[seed]} and {value} for {what}, seed {seed}")
+    return found
+
+
+def title_of(records: Iterable[Record], dataset: str) -> str:
+    """What the records call a data set; the paper's name, or its own, if they do not say."""
+    given = [r["title"] for r in _of(records, dataset=dataset) if r.get("title")]
+    return str(given[0]) if given else TITLES.get(dataset, dataset)
+
+
+# The tables --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Two columns: a data set with one shape of missing regions, printed and here."""
+
+    title: str
+    heads: tuple[str, str]
+    dataset: str
+    shape: str
+    printed: Mapping[str, float]
+
+
+def _accuracy(number: int, records: Sequence[Record], datasets: Sequence[str] | None) -> Table:
+    mine = _of(records, kind="classification", shape="square")
+    images = "incomplete" if number == 1 else "complete"
+    groups = []
+    for dataset in _datasets(mine, datasets):
+        title = title_of(mine, dataset)
+        numbers = printed.incomplete(dataset) if number == 1 else printed.TABLE2.get(dataset, {})
+        heads = (TITLES.get(dataset, dataset) + FROM, _here(title))
+        groups.append(_Group(title, heads, dataset, "square", numbers))
+    notes = ["The paper prints MFA imputation in its Table 8 and MisConv (SMFA) in its Table 6."]
+    told = notes if number == 1 and any(group.printed for group in groups) else []
+    return _methods(number, f"Accuracy on {images} test images", mine, groups, f"accuracy_{images}", told)
+
+
+def _shapes(records: Sequence[Record], datasets: Sequence[str] | None) -> Table:
+    mine = _of(records, kind="classification")
+    other = [r["dataset"] for r in mine if r["shape"] in SHAPES[1:]]
+    chosen = list(datasets or dict.fromkeys(other) or ["mnist"])
+    groups = []
+    for dataset in chosen:
+        for shape in SHAPES:
+            title = f"{title_of(mine, dataset)}, {shape}"
+            head = shape if len(chosen) == 1 else title
+            numbers = printed.TABLE9.get(dataset, {}).get(shape, {})
+            groups.append(_Group(title, (head + FROM, _here(head)), dataset, shape, numbers))
+    told = ["Missing: a square of 1/4 of the area, a trapezoid of 1/2, or 3/4 of the pixels, at random (noise)."]
+    if "mnist" in chosen:
+        told.append("For the square, the paper prints .925 (mask), .875 (k-NN) and .990 (GT) in its Table 1.")
+    names = ", ".join(title_of(mine, dataset) for dataset in chosen)
+    title = f"Accuracy by the shape of the missing region, {names}"
+    return _methods(9, title, mine, groups, "accuracy_incomplete", told)
+
+
+def _methods(
+    number: int, title: str, records: Sequence[Record], groups: Sequence[_Group], key: str, told: Sequence[str]
+) -> Table:
+    """Methods by data sets or shapes, and below how far ours are ahead."""
+    rows = {method: [f"{name} *" if method in COMPLETE else name] for method, name in METHODS.items()}
+    ahead, counts = [], []
+    for g in groups:
+        found = {m: _scores_of(records, g.dataset, g.shape, m, key) for m in METHODS}
+        counts.append((g.title, _count(found)))
+        for method, cell in _cells(found, apart=COMPLETE).items():
+            follows = method == "acflow" and cell == NOTHING
+            rows[method] += [_number(g.printed.get(method)), "to follow" if follows else cell]
+        ahead += [f"{g.title}, {margin}." for margin in margins(records, g.dataset, g.shape, key)]
+        if number == 1 and g.dataset == "cifar10" and found["gt"]:
+            bound = fmean(found["gt"].values())
+            ahead += [
+                f"{g.title}, {METHODS[m]}: {fmean(found[m].values()) / bound:.3f} × GT." for m in OURS if found[m]
+            ]
+    notes = [f"{_over(counts)}. * trained on complete images, GT also tested on them.", *told]
+    if ahead:
+        notes += [
+            "Compared with the baseline of the best mean, seed by seed; p of the two-sided paired t-test.",
+            *ahead,
+        ]
+    columns = ["method", *(head for g in groups for head in g.heads)]
+    return _shown(Table(number, title, columns, list(rows.values()), notes))
+
+
+def _two(number: int, records: Sequence[Record], datasets: Sequence[str] | None) -> Table:
+    """Data sets by two methods."""
+    mine = _of(records, kind="classification", shape="square")
+    numbers, names, what = (
+        (printed.TABLE6, ("SMFA", "DMFA"), "Accuracy of MisConv with SMFA and with DMFA")
+        if number == 6
+        else (printed.TABLE8, ("MFA imputation", "MisConv"), "Accuracy with MFA imputation and with MisConv (DMFA)")
+    )
+    first, second = numbers["mnist"]
+    rows, notes, counts = [], [], []
+    for dataset in _datasets(mine, datasets):
+        title, paper = title_of(mine, dataset), numbers.get(dataset, {})
+        found = {m: _scores_of(mine, dataset, "square", m) for m in (first, second)}
+        counts.append((title, _count(found)))
+        rows.append([title, *(cell for m, ours in _cells(found).items() for cell in (_number(paper.get(m)), ours))])
+        if all(found.values()):
+            notes.append(f"{title}, {_margin(second, found[second], first, found[first])}.")
+    columns = ["data set", *(head for name in names for head in (name + FROM, _here(name)))]
+    notes.insert(0, f"Accuracy on incomplete test images. {_over(counts)}.")
+    return _shown(Table(number, what, columns, rows, notes))
+
+
+def _quality(records: Sequence[Record], datasets: Sequence[str] | None) -> Table:
+    mine = _of(records, kind="density", shape="square")
+    chosen = _datasets(mine, datasets, ("svhn",))
+    rows: list[list[str]] = []
+    counts = []
+    for dataset in chosen:
+        title, numbers = title_of(mine, dataset), printed.TABLE7.get(dataset, {})
+        names = [n for n in ("SMFA", "DMFA", "DMFA+") if n in numbers or _of(mine, dataset=dataset, density=n)]
+        block = {name: [title, name] for name in names}
+        for measure, (_, digits, better) in MEASURES.items():
+            found = {name: scores(mine, measure, dataset=dataset, density=name) for name in names}
+            for name, cell in _cells(found, digits, better).items():
+                block[name] += [_number(numbers.get(name, {}).get(measure), 2), cell]
+        rows += block.values()
+        images = {r["images"] for r in _of(mine, dataset=dataset) if r.get("images")}
+        counts += [f"{title}: {n:,}" for n in sorted(images)]
+    over = f" ({'; '.join(counts)})" if counts else ""
+    notes = [
+        f"Each per image, then averaged over the test images{over}; the paper defines neither units nor averages.",
+        "NLL of the hidden pixels in nats, values 0 to 1; MSE: sum of squared errors over them. Lower is better.",
+        "PSNR (dB) and SSIM of the image filled with the most probable values. Higher is better.",
+    ]
+    columns = [head for name, *_ in MEASURES.values() for head in (name + FROM, _here(name))]
+    return _shown(Table(7, "Quality of the densities", ["data set", "density", *columns], rows, notes, text=2))
+
+
+def _times(benchmark: Mapping[str, Any] | None) -> Table:
+    timed = [] if benchmark is None else benchmark["sections"].get("table10", [])
+    forward = [row for row in timed if row["kind"] == "forward"]
+    if benchmark is None or not forward:
+        raise ValueError("Table 10 needs what `misconv bench --only table10 --out FILE` writes on a GPU")
+    rows = []
+    for row in forward:
+        paper, times = row["paper"], (row["times"]["conv"], row["times"]["misconv"])
+        before = [f"{1e6 * paper[k + '_s']:.0f} ± {1e6 * paper[k + '_sd_s']:.0f}" for k in ("conv", "misconv")]
+        now = ["{:.1f} ({:.1f}–{:.1f})".format(t["median_us"], *t["quartiles_us"]) for t in times]
+        ratios = f"{paper['misconv_s'] / paper['conv_s']:.1f}", f"{row['ratios']['misconv/conv']:.2f}"
+        rows.append([f"{paper['size']}×{paper['size']}, batch {paper['batch']}", *before, ratios[0], *now, ratios[1]])
+    names = ("convolution", "MisConv", "ratio")
+    columns = ["images", *(f"{name}{FROM}" for name in names), *(f"{name} (here)" for name in names)]
+    notes = [
+        "Forward pass, µs. Paper: mean ± standard deviation of 5000 passes on a GeForce GTX 1080 or RTX 2080.",
+        f"Here: median (quartiles) on {benchmark['device']}; the convolution has its ReLU, as MisConv has.",
+    ]
+    if benchmark["settings"]["quick"]:
+        notes.append("A quick run on tiny settings: these times mean nothing.")
+    return Table(10, "Time of the layer", columns, rows, notes)
+
+
+# Records -----------------------------------------------------------------------------------------------------------
+
+
+def _of(records: Iterable[Record], **wanted: Any) -> list[Record]:
+    return [r for r in records if all(r.get(name) == value for name, value in wanted.items())]
+
+
+def _scores_of(
+    records: Sequence[Record], dataset: str, shape: str, method: str, key: str = "accuracy_incomplete"
+) -> Scores:
+    wanted = {"kind": "classification", "dataset": dataset, "method": method}
+    if method == "gt":  # never sees a missing pixel, whatever the shape
+        key, shape = "accuracy_complete", shape if _of(records, shape=shape, **wanted) else "square"
+    return scores(records, key, shape=shape, **wanted)
+
+
+def _datasets(records: Sequence[Record], asked: Sequence[str] | None, paper: Iterable[str] = TITLES) -> list[str]:
+    """Those asked for, else those with records, the paper's first."""
+    known = {r["dataset"]: None for r in records}
+    return list(asked or sorted(known, key=lambda name: [*TITLES, name].index(name)) or paper)
+
+
+def _variants(records: Sequence[Record]) -> list[str]:
+    """As they come, the whole recipe first and the paper's settings last."""
+    order = {EVERYTHING: 0, PAPER: 2}
+    return sorted(dict.fromkeys(str(r["variant"]) for r in records), key=lambda variant: order.get(variant, 1))
+
+
+# Statistics --------------------------------------------------------------------------------------------------------
+
+
+def _margin(method: str, ours: Scores, baseline: str, others: Scores) -> Margin:
+    both = [seed for seed in ours if seed in others]
+    pairs = [(ours[seed], others[seed]) for seed in both]
+    apart = fmean(a - b for a, b in pairs) if pairs else fmean(ours.values()) - fmean(others.values())
+    return Margin(method, baseline, 100 * apart, len(both), _chance(pairs))
+
+
+def _chance(pairs: Sequence[tuple[float, float]]) -> float | None:
+    # Without any spread, but for rounding, t is infinite or 0/0: scipy would warn, and its p would mean nothing.
+    if len(pairs) < 2 or stdev(a - b for a, b in pairs) < 1e-9:
+        return None
+    try:
+        from scipy.stats import ttest_rel
+    except ImportError as error:
+        raise ImportError("the paired test needs scipy: pip install 'misconv[demo]'") from error
+    return float(ttest_rel(*zip(*pairs, strict=True)).pvalue)
+
+
+# Words -------------------------------------------------------------------------------------------------------------
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    """In the paper's tables and ours alike: .926, −1127.71."""
+    return NOTHING if value is None else _minus(f"{value:.{digits}f}".removeprefix("0"))
+
+
+def _minus(text: str) -> str:
+    return text.replace("-", "−")
+
+
+def _cells(
+    found: Mapping[str, Scores],
+    digits: int = 3,
+    better: Callable[[Iterable[float]], float] = max,
+    apart: Sequence[str] = (),
+) -> dict[str, str]:
+    """Mean ± standard deviation of every row; the best in bold, also where several look alike."""
+    means = {name: fmean(s.values()) for name, s in found.items() if s}
+    rivals = [round(mean, digits) for name, mean in means.items() if name not in apart]
+    best = better(rivals) if len(rivals) > 1 else None
+    cells = {}
+    for name, s in found.items():
+        spread = f" ± {_number(stdev(s.values()), digits)}" if len(s) > 1 else ""
+        cell = _number(means.get(name), digits) + spread
+        bold = name in means and name not in apart and round(means[name], digits) == best
+        cells[name] = f"**{cell}**" if bold else cell
+    return cells
+
+
+def _count(found: Mapping[str, Scores]) -> str:
+    counts = [len(s) for s in found.values() if s] or [0]
+    return f"{min(counts)} to {max(counts)}" if max(counts) > min(counts) else str(min(counts))
+
+
+def _over(counts: Sequence[tuple[str, str]]) -> str:
+    """Mean and spread, and over how many seeds."""
+    seeds = f"{counts[0][1]} seed{'s' * (counts[0][1] != '1')}"
+    if len({count for _, count in counts}) > 1:
+        seeds = f"seeds ({'; '.join(f'{title}: {count}' for title, count in counts)})"
+    return "One seed" if seeds == "1 seed" else f"Mean ± standard deviation over {seeds}"
+
+
+def _here(title: str) -> str:
+    return f"{title[:-1]}, here)" if title.endswith(")") else f"{title} (here)"
+
+
+def _shown(table: Table) -> Table:
+    """Without columns of the paper that hold nothing: it has no numbers for other data sets."""
+    columns = [(head, *cells) for head, *cells in zip(table.columns, *table.rows, strict=True)]
+    kept = [c for c in columns if not c[0].endswith(FROM) or set(c[1:]) - {NOTHING}]
+    heads, *rows = map(list, zip(*kept, strict=True))
+    return replace(table, columns=heads, rows=rows)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
