@@ -6,6 +6,7 @@ All data live on one device: images as bytes, what a density says of them at mis
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class Remembered:
 
     def filled(self, indices: Tensor) -> MFA:
         """The mean of each of these MFAs, as a point: imputation by the density."""
-        return MFA.point(self(indices).mean)
+        return _point(self(indices).mean)
 
 
 def of_method(method: str, data: Incomplete, tools: dict[str, Any]) -> Take:
@@ -96,11 +97,11 @@ def of_method(method: str, data: Incomplete, tools: dict[str, Any]) -> Take:
         tools: what it may need: "mean" and "knn", fitted imputers; "smfa", a density; "dmfa", a `Remembered` of `data`.
     """
     if method == "zero":
-        return lambda rows: MFA.point(impute.zero(*data.at(rows)))
+        return lambda rows: _point(impute.zero(*data.at(rows)))
     if method == "mask":
         return lambda rows: _with_mask(*data.at(rows))
     if method == "mean":
-        return lambda rows: MFA.point(tools["mean"](*data.at(rows)))
+        return lambda rows: _point(tools["mean"](*data.at(rows)))
     if method == "partial":
         return data.at
     if method == "knn":
@@ -124,13 +125,25 @@ def complete(method: str, images: Tensor) -> Take:
         everything = torch.ones_like(x[:, :1], dtype=torch.bool)
         if method == "mask":
             return _with_mask(x, everything)
-        return (x, everything) if method == "partial" else MFA.point(x)
+        return (x, everything) if method == "partial" else _point(x)
 
     return take
 
 
+def _point(x: Tensor) -> MFA:
+    """`MFA.point`, whose constants are made once per shape: in a captured step each would be a launch."""
+    logits, factors, noise, observed = _constants(tuple(x.shape), x.dtype, x.device)
+    return MFA(logits, x.unsqueeze(1), factors, noise, observed, check=False)
+
+
+@lru_cache(16)
+def _constants(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    p = MFA.point(torch.zeros(shape, dtype=dtype, device=device))
+    return p.logits, p.factors, p.noise, p.observed  # type: ignore[return-value]  # a point has observed pixels
+
+
 def _with_mask(x: Tensor, observed: Tensor) -> MFA:
-    return MFA.point(torch.cat([impute.zero(x, observed), observed.to(x.dtype)], 1))
+    return _point(torch.cat([impute.zero(x, observed), observed.to(x.dtype)], 1))
 
 
 def _without_gradient(density: nn.Module, x: Tensor, observed: Tensor) -> MFA:

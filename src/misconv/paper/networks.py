@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from misconv.layers import MisConv2d, PartialConv2d
@@ -46,7 +45,6 @@ class Classifier(nn.Module):
             )  # fmt: skip
         else:
             raise ValueError(f"kind must be 'small' or 'large', got {kind!r}")
-        self.to(memory_format=torch.channels_last)  # as a GPU's matrix units read it
 
     def forward(self, *inputs: Any) -> Tensor:
         """Logits (B, classes)."""
