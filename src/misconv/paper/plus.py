@@ -6,10 +6,13 @@ It learns from the same incomplete images, and its classifier is the paper's fro
 - the mask as one more, certain, input channel of the first layer;
 - augmentation: more is hidden, and images are shifted (and flipped where that keeps their meaning); what a shift brings
   in from beyond the border is simply missing;
-- the density goes on learning, with the classifier's loss;
 - a falling learning rate, weight decay, smoothed labels, larger batches and more epochs.
 
-A variant leaves one of them out. The last variant leaves MisConv itself out: zeros and the mask, by the same recipe.
+A variant leaves one of them out, or adds one: that the density goes on learning, with the classifier's loss. The last
+variant leaves MisConv itself out: zeros and the mask, by the same recipe.
+
+A density that no longer changes is asked once: of every training image it sees four versions, of which nothing, 1/16,
+1/8 and 1/4 more is hidden, and what it says is kept; shifts and flips act on that.
 """
 
 from __future__ import annotations
@@ -25,19 +28,19 @@ from torch import Tensor, nn
 from misconv import impute, missing
 from misconv.mfa import MFA
 from misconv.paper.classification import VALIDATION, Experiment, Record, falling
-from misconv.paper.inputs import Incomplete, Take
+from misconv.paper.inputs import Incomplete, Remembered, Take
 from misconv.paper.networks import Classifier, first_layer
-from misconv.training import classifier_job, train
+from misconv.training import as_floats, classifier_job, train
 
 __all__ = ["PLUS", "VARIANTS", "Augmented", "Plus", "run_plus"]
 
 _DENSITY = {
     "kind": "ConvDMFA", "rank": 4, "components": 1, "widths": [32, 64, 128], "depths": [2, 2, 4, 2, 2], "skips": True,
-    "epochs": 30, "batch_size": 128, "rates": [2e-3], "falling": True, "mse_epochs": 2, "shapes": "several",
+    "epochs": 12, "batch_size": 128, "rates": [2e-3], "falling": True, "mse_epochs": 2, "shapes": "several",
 }  # fmt: skip
 _RECIPE = {
-    "batch_size": 128, "rate": 2e-3, "weight_decay": 1e-2, "label_smoothing": 0.1, "density_rate": 0.1,
-    "density": _DENSITY,
+    "batch_size": 128, "rate": 2e-3, "weight_decay": 1e-2, "label_smoothing": 0.1, "mask": True, "hide": True,
+    "density_rate": 0.0, "density": _DENSITY,
 }  # fmt: skip
 PLUS: dict[str, dict[str, Any]] = {
     "mnist": {**_RECIPE, "epochs": 30, "shift": 2, "flip": False},
@@ -52,14 +55,14 @@ PLUS: dict[str, dict[str, Any]] = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "everything": {},
     "without the mask channel": {"mask": False},
-    "without joint training": {"density_rate": 0.0},
     "without hiding more": {"hide": False},
     "without shifts": {"shift": 0, "flip": False},
     "with the paper's density": {"density": "paper"},
     "without weight decay and smoothing": {"weight_decay": 0.0, "label_smoothing": 0.0},
+    "with joint training": {"density_rate": 0.1},
     "without MisConv (zeros and mask)": {"density": None},
 }
-EXTRA = (1 / 16, 1 / 8, 1 / 4)  # how much more is hidden, epoch by epoch in turn, of every second image
+EXTRA = (1 / 16, 1 / 8, 1 / 4)  # how much more is hidden of every second image
 
 
 class Plus(nn.Module):
@@ -84,16 +87,22 @@ class Plus(nn.Module):
 
     def forward(self, x: Tensor, observed: Tensor) -> Tensor:
         """Logits."""
-        p = MFA.point(impute.zero(x, observed)) if self.density is None else self.density(x, observed)
-        out: Tensor = self.classifier(with_mask(p, observed) if self.mask else p)
+        if self.density is None:
+            filled = impute.zero(x, observed)
+            p = MFA.point(torch.cat([filled, observed.to(x.dtype)], 1) if self.mask else filled)
+        else:
+            p = self.density(x, observed)
+            p = with_mask(p) if self.mask else p
+        out: Tensor = self.classifier(p)
         return out
 
 
-def with_mask(p: MFA, observed: Tensor) -> MFA:
+def with_mask(p: MFA) -> MFA:
     """The MFA of images with one more channel, the mask, which is certain."""
     batch, components, rank, channels, height, width = p.factors.shape
-    mask = observed[:, :1].to(p.dtype).expand(batch, 1, height, width)
-    seen = torch.ones_like(mask, dtype=torch.bool) if p.observed is None else p.observed
+    assert p.observed is not None
+    seen = p.observed
+    mask = seen[:, :1].to(p.dtype)
     return MFA(
         p.logits,
         torch.cat([p.means, mask.unsqueeze(1).expand(batch, components, 1, height, width)], 2),
@@ -108,54 +117,120 @@ class Augmented:
     """Incomplete images, of which more is hidden, shifted and flipped anew in every epoch.
 
     Args:
-        data, rows: the images, and which of them.
-        hide: whether more is hidden. shift: by at most so many pixels. flip: left and right.
+        versions: the images with nothing more hidden, then all of them again with more and more hidden.
+        rows: which images of a version.
+        hide: whether to use the versions with more hidden. shift: by at most so many pixels. flip: left and right.
+        remembered: whether to return what `versions` remembers, MFAs, with the mask as one more channel if `mask`.
     """
 
-    def __init__(self, data: Incomplete, rows: Tensor, seed: int, *, hide: bool, shift: int, flip: bool) -> None:
-        self.data, self.rows, self.seed = data, rows, seed
-        self.hide, self.shift, self.flip = hide, shift, flip
-        device, size = rows.device, len(rows)
-        self.shown = torch.ones(size, *data.observed.shape[1:], dtype=torch.bool, device=device)
-        self.moves = torch.zeros(3, size, dtype=torch.int64, device=device)  # down, right, flipped
+    def __init__(
+        self,
+        versions: Versions,
+        rows: Tensor,
+        seed: int,
+        *,
+        hide: bool,
+        shift: int,
+        flip: bool,
+        remembered: bool,
+        mask: bool,
+    ) -> None:
+        self.versions, self.rows, self.seed = versions, rows, seed
+        self.hide, self.shift, self.flip, self.remembered, self.mask = hide, shift, flip, remembered, mask
+        self.virtual = rows.clone()  # the version of each image in this epoch
+        self.moves = torch.zeros(3, len(rows), dtype=torch.int64, device=rows.device)  # down, right, flipped
 
     def begin(self, epoch: int) -> None:
         """Draw for one epoch, into the memory that a captured step reads."""
-        generator = torch.Generator(self.rows.device).manual_seed(self.seed * 1_000_003 + 700_000 + epoch)
-        size, _, height, width = self.shown.shape
+        device, size = self.rows.device, len(self.rows)
+        generator = torch.Generator(device).manual_seed(self.seed * 1_000_003 + 700_000 + epoch)
         if self.hide:
-            shown = missing.square(size, height, width, fraction=EXTRA[epoch % len(EXTRA)], generator=generator)
-            spared = torch.rand(size, 1, 1, 1, generator=generator, device=self.rows.device) < 0.5
-            self.shown.copy_(shown | spared)
+            # Every second image as it is, the others in one of the versions of which more is hidden.
+            draw = torch.randint(2 * len(EXTRA), (size,), generator=generator, device=device)
+            version = torch.where(draw < len(EXTRA), 0, draw - len(EXTRA) + 1)
+            self.virtual.copy_(self.rows + version * self.versions.size)
         if self.shift:
             self.moves[:2].random_(-self.shift, self.shift + 1, generator=generator)
         if self.flip:
             self.moves[2].random_(0, 2, generator=generator)
 
-    def __call__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Images and what is observed of them."""
-        x, observed = self.data.at(self.rows[indices])
-        observed = observed & self.shown[indices]
+    def __call__(self, indices: Tensor) -> Any:
+        """MFAs, or images and what is observed of them."""
+        virtual = self.virtual[indices]
+        if self.remembered:
+            p = self.versions.remembered(virtual)
+            p = self._moved(p, indices)
+            return with_mask(p) if self.mask else p
+        x, observed = self.versions.data.at(virtual)
         if not self.shift and not self.flip:
             return x, observed
-        height, width = x.shape[-2:]
+        source, inside = self._source(indices, *x.shape[-2:])
+        return _gathered(x, source), _gathered(observed, source) & inside
+
+    def _moved(self, p: MFA, indices: Tensor) -> MFA:
+        """Shifted and flipped; of what comes in from beyond the border only the usual mean and variance are known."""
+        if not self.shift and not self.flip:
+            return p
+        assert p.observed is not None
+        source, inside = self._source(indices, *p.shape[-2:])
+        mean, variance = self.versions.usual
+        outside = ~inside.unsqueeze(1)  # (B, 1, 1, H, W)
+        return MFA(
+            p.logits,
+            torch.where(outside, mean, _gathered(p.means, source)),
+            _gathered(p.factors, source).masked_fill(outside.unsqueeze(1), 0),
+            torch.where(outside, variance, _gathered(p.noise, source)),
+            _gathered(p.observed, source) & inside,
+            check=False,
+        )
+
+    def _source(self, indices: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+        """Where each pixel comes from, (B, H·W), and whether that is inside, (B, 1, H, W)."""
         down, right, flipped = self.moves[:, indices].unsqueeze(-1)  # (B, 1) each
-        rows = torch.arange(height, device=x.device) + down  # (B, H), where each pixel comes from
-        columns = torch.arange(width, device=x.device)
+        rows = torch.arange(height, device=down.device) + down  # (B, H)
+        columns = torch.arange(width, device=down.device)
         columns = torch.where(flipped > 0, width - 1 - columns, columns) + right  # (B, W)
         inside = ((rows >= 0) & (rows < height)).unsqueeze(2) & ((columns >= 0) & (columns < width)).unsqueeze(1)
         source = rows.clamp(0, height - 1).unsqueeze(2) * width + columns.clamp(0, width - 1).unsqueeze(1)
-        source = source.flatten(1).unsqueeze(1)  # (B, 1, H·W)
-        moved = x.flatten(2).gather(2, source.expand(-1, x.shape[1], -1)).view(x.shape)
-        seen = observed.flatten(2).gather(2, source).view(observed.shape) & inside.unsqueeze(1)
-        return moved, seen
+        return source.flatten(1), inside.unsqueeze(1)
+
+
+class Versions:
+    """All training images, then all of them again for each of `EXTRA`, with so much more hidden.
+
+    Args:
+        data: the images. density: what `remembered` remembers of all versions; None if nobody asks.
+    """
+
+    def __init__(self, data: Incomplete, density: nn.Module | None = None) -> None:
+        self.size = len(data)
+        generator = torch.Generator().manual_seed(4)
+        more = [missing.hide(data.observed, fraction=fraction, generator=generator) for fraction in EXTRA]
+        observed = torch.cat([data.observed, *more])
+        images = data.images.repeat(len(EXTRA) + 1, 1, 1, 1)
+        self.data = Incomplete(images, observed, data.filler)
+        with torch.no_grad():
+            if density is not None:
+                self.remembered = Remembered(density, self.data)
+            seen = data.observed.expand(data.images.shape)
+            values, count = as_floats(data.images), seen.sum((0, 2, 3))
+            mean = (values * seen).sum((0, 2, 3)) / count
+            spread = ((values - mean.view(-1, 1, 1)).square() * seen).sum((0, 2, 3)) / count
+            self.usual = mean.view(-1, 1, 1), spread.view(-1, 1, 1)
+
+
+def _gathered(values: Tensor, source: Tensor) -> Tensor:
+    """Pixels (B, …, H, W) from where `source` (B, H·W) says."""
+    index = source.view(len(source), *(1,) * (values.dim() - 3), -1)
+    flat = values.flatten(-2)
+    return flat.gather(-1, index.expand(flat.shape)).view(values.shape)
 
 
 def recipe(experiment: Experiment, variant: str) -> dict[str, Any]:
     """The settings of a variant on a data set."""
     if variant not in VARIANTS:
         raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}")
-    chosen = {"mask": True, "hide": True, **PLUS.get(experiment.data.name, PLUS["svhn"]), **VARIANTS[variant]}
+    chosen = {**PLUS.get(experiment.data.name, PLUS["svhn"]), **VARIANTS[variant]}
     return {**chosen, "classifier": experiment.settings["classifier"]["kind"]}
 
 
@@ -185,57 +260,83 @@ def run_plus(experiment: Experiment, seeds: Sequence[int], variants: Sequence[st
 def _train(experiment: Experiment, units: Sequence[tuple[str, int]]) -> None:
     rows, held = experiment.split
     labels = experiment.labels[0]
-    networks = [_network(experiment, variant, seed) for variant, seed in units]
+    recipes = [recipe(experiment, variant) for variant, _ in units]
+    densities = [_density(experiment, chosen) for chosen in recipes]
+    versions: dict[int, Versions] = {}
     experiment.say(f"{experiment.data.title}, {experiment.shape}: training MisConv+, {len(units)} side by side")
-    clock, jobs, epochs = time.perf_counter(), [], 0
-    for (variant, seed), network in zip(units, networks, strict=True):
-        chosen = recipe(experiment, variant)
-        epochs = chosen["epochs"]
+    clock, jobs = time.perf_counter(), []
+    for (variant, seed), chosen, density in zip(units, recipes, densities, strict=True):
+        network = _network(experiment, chosen, density, seed)
+        remembered = not isinstance(network, Plus)
+        key = id(density) if remembered else 0
+        if key not in versions:
+            versions[key] = Versions(experiment.train, density if remembered else None)
         augmented = Augmented(
-            experiment.train, rows, seed, hide=chosen["hide"], shift=chosen["shift"], flip=chosen["flip"]
-        )
+            versions[key], rows, seed, hide=chosen["hide"], shift=chosen["shift"], flip=chosen["flip"],
+            remembered=remembered, mask=chosen["mask"],
+        )  # fmt: skip
         jobs.append(
             classifier_job(
-                network, augmented, labels[rows], experiment.fabric, validation_inputs=_plain(experiment.train, held),
+                network, augmented, labels[rows], experiment.fabric,
+                validation_inputs=_given(experiment.train, density, chosen["mask"], remembered, held),
                 validation_labels=labels[held], batch_size=chosen["batch_size"], seed=seed, begin=augmented.begin,
-                learning_rate=falling(chosen["rate"], epochs), weight_decay=chosen["weight_decay"],
+                learning_rate=falling(chosen["rate"], chosen["epochs"]), weight_decay=chosen["weight_decay"],
                 label_smoothing=chosen["label_smoothing"], factors={"density.": chosen["density_rate"]},
-                settings=unit(experiment, variant, seed),
+                settings=unit(experiment, variant, seed), count=False,
             )
         )  # fmt: skip
     checkpoint = experiment.cache.running([job.settings for job in jobs])
     histories = train(
-        jobs, experiment.fabric, epochs=epochs, checkpoint=checkpoint, checkpoint_seconds=experiment.pause,
-        progress=experiment.progress, title=f"{len(jobs)} × MisConv+", stays=False,
+        jobs, experiment.fabric, epochs=recipes[0]["epochs"], checkpoint=checkpoint, progress=experiment.progress,
+        checkpoint_seconds=experiment.pause, title=f"{len(jobs)} × MisConv+", stays=False,
     )  # fmt: skip
     seconds = (time.perf_counter() - clock) / len(units)
-    everything = torch.ones_like(experiment.test.observed)
-    takes: tuple[Take, Take] = (
-        experiment.test.at,
-        Incomplete(experiment.data.test.to(experiment.device), everything).at,
-    )
-    for (variant, seed), job, history in zip(units, jobs, histories, strict=True):
+    complete = Incomplete(experiment.data.test.to(experiment.device), torch.ones_like(experiment.test.observed))
+    for number, (variant, seed) in enumerate(units):
+        network, chosen, density = jobs[number].module, recipes[number], densities[number]
+        takes = [
+            _given(data, density, chosen["mask"], not isinstance(network, Plus)) for data in (experiment.test, complete)
+        ]
         experiment.finish(
-            unit(experiment, variant, seed), "misconv_plus", seed, job.module, history, seconds, len(units), takes,
-            extra={"variant": variant},
+            unit(experiment, variant, seed), "misconv_plus", seed, network, histories[number], seconds, len(units),
+            (takes[0], takes[1]), extra={"variant": variant},
         )  # fmt: skip
     checkpoint.unlink(missing_ok=True)
 
 
-def _network(experiment: Experiment, variant: str, seed: int) -> Plus:
-    chosen = recipe(experiment, variant)
-    density = None
-    if chosen["density"] is not None:
-        if chosen["density"] != "paper":
-            experiment.offer("plus", chosen["density"])
-        density = copy.deepcopy(experiment.density("dmfa" if chosen["density"] == "paper" else "plus"))
-        density.requires_grad_(True)
+def _density(experiment: Experiment, chosen: dict[str, Any]) -> nn.Module | None:
+    if chosen["density"] is None:
+        return None
+    if chosen["density"] == "paper":
+        return experiment.density("dmfa")
+    experiment.offer("plus", chosen["density"])
+    return experiment.density("plus")
+
+
+def _network(experiment: Experiment, chosen: dict[str, Any], density: nn.Module | None, seed: int) -> nn.Module:
+    """The classifier alone where the density no longer changes; else both in one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         first = first_layer("mask" if chosen["mask"] else "misconv_dmfa", experiment.data.shape[0])
-        shape, classes = experiment.data.shape, experiment.data.classes
-        return Plus(density, Classifier(first, shape, classes, chosen["classifier"]), chosen["mask"])
+        classifier = Classifier(first, experiment.data.shape, experiment.data.classes, chosen["classifier"])
+    if density is None:
+        return Plus(None, classifier, chosen["mask"])
+    if chosen["density_rate"]:
+        return Plus(copy.deepcopy(density).requires_grad_(True), classifier, chosen["mask"])
+    return classifier
 
 
-def _plain(data: Incomplete, rows: Tensor) -> Take:
-    return lambda indices: data.at(rows[indices])
+def _given(
+    data: Incomplete, density: nn.Module | None, mask: bool, remembered: bool, rows: Tensor | None = None
+) -> Take:
+    """Images as they are, without augmentation, as a network takes them."""
+
+    def take(indices: Tensor) -> Any:
+        x, observed = data.at(indices if rows is None else rows[indices])
+        if not remembered:
+            return x, observed
+        assert density is not None
+        p = density(x, observed)
+        return with_mask(p) if mask else p
+
+    return take
