@@ -43,6 +43,7 @@ docs: $(VENV)/installed
 	$(BIN)/python docs/pictures.py
 	$(BIN)/python docs/architectures.py
 	$(BIN)/python docs/speed.py
+	$(BIN)/python docs/results.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

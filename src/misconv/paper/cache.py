@@ -34,11 +34,11 @@ def key(settings: Settings | list[Settings]) -> str:
 
 
 class Cache:
-    """A folder with `records/*.json`, `densities/*.safetensors` and, of what is under way, `running/*.safetensors`."""
+    """A folder with records (JSON), densities, first layers of classifiers, and checkpoints of what is under way."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        for name in ("records", "densities", "running"):
+        for name in ("records", "densities", "layers", "running"):
             place = self.folder / name
             try:
                 place.mkdir(parents=True, exist_ok=True)
@@ -78,6 +78,10 @@ class Cache:
     def density(self, settings: Settings) -> Path:
         """Where a density is kept."""
         return self.folder / "densities" / f"{_slug(settings)}-{key(settings)}.safetensors"
+
+    def layer(self, settings: Settings) -> Path:
+        """Where the first layer of a classifier is kept."""
+        return self.folder / "layers" / f"{_slug(settings)}-{key(settings)}.safetensors"
 
     def running(self, settings: Settings | list[Settings]) -> Path:
         """Where a training that is under way leaves its checkpoint."""
