@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,12 +21,14 @@ try:
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 except ImportError as error:
     print(f"misconv: the command line needs {error.name}: pip install 'misconv[demo]'", file=sys.stderr)
     raise SystemExit(2) from error
 
 if TYPE_CHECKING:
     from misconv.demo import Demo
+    from misconv.paper import tables
 
 __all__ = ["app", "main"]
 
@@ -128,6 +133,58 @@ def bench(
             typer.echo(f"Numbers: {out}")
 
 
+@app.command()
+def table(
+    number: Annotated[str, typer.Argument(metavar="NUMBER", help="1, 2, 6, 7, 8, 9, 10 or ablation (of MisConv+).")],
+    dataset: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="mnist, svhn, cifar10, digits (for a CPU), or any name with --data; may be given several times. "
+            "By default those of the paper's table.",
+        ),
+    ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="An .npz with x_train, y_train, x_test and y_test for each --dataset, in their order."
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Trainings of every method, to see how much they vary.")] = 3,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="For finished work, which is not done again.")] = Path(
+        "misconv-paper"
+    ),
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is one.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few images and epochs and no MisConv+, to see that everything runs.")
+    ] = False,
+    plus: Annotated[bool, typer.Option(help="MisConv+, a recipe beyond the paper's, as one more row.")] = True,
+) -> None:
+    """Print a table of the paper with numbers of our own; trains what it needs, and goes on where it was stopped."""
+    with _interruptible("stopped; call it again to go on where it was"), _told(OSError), _told(ImportError):
+        from misconv import bench as benchmark
+        from misconv.paper import command
+
+        try:
+            plan = command.prepare(
+                number, dataset or [], data or [], seeds=seeds, folder=out, device=device, quick=quick, plus=plus
+            )
+        except ValueError as error:
+            raise _stop(str(error)) from error
+        terminal = sys.stdout.isatty()
+        try:
+            records = command.run(plan, progress=terminal, say=typer.echo)
+        except benchmark.WrongResultError as error:
+            raise _stop(f"nothing was timed, the fast path is wrong: {error}", 1) from error
+        made = command.table(plan, records)
+        console = Console(force_terminal=terminal, width=None if terminal else 160, highlight=False, markup=False)
+        console.print(f"\n{made.heading}", style="bold", soft_wrap=not terminal)  # wider than some tables
+        console.print(*_paper(made, console.width), sep="")
+        for note in made.notes:
+            console.print(note, soft_wrap=not terminal)
+        console.print(f"\nRecords: {command.write(plan, made, records)}", soft_wrap=True)
+
+
 # Inside ------------------------------------------------------------------------------------------------------------
 
 
@@ -153,6 +210,43 @@ def _densities(result: Demo) -> Table:
     return table
 
 
+def _paper(made: tables.Table, width: int) -> Iterator[Table]:
+    """Words on the left, numbers on the right, the best of them in bold; several tables where one is too wide."""
+    cells = list(zip(*made.plain().rows, strict=True))  # by column
+    longest = [max(map(len, column), default=0) for column in cells]
+    heads = [_wrapped(head, room) for head, room in zip(made.columns, longest, strict=True)]
+    needed = [3 + max(room, *map(len, head)) for head, room in zip(heads, longest, strict=True)]
+    words = list(range(made.text))
+    for part in _parts(made, needed, width):
+        shown = Table(box=box.SIMPLE_HEAD)
+        for n in (*words, *part):
+            shown.add_column("\n".join(heads[n]), justify="left" if n in words else "right", overflow="fold")
+        for row in made.rows:
+            shown.add_row(*(_cell(row[n]) for n in (*words, *part)))
+        yield shown
+
+
+def _parts(made: tables.Table, needed: list[int], width: int) -> list[list[int]]:
+    """Columns of numbers that fit beside those of words; what belongs to one data set stays together."""
+    room = width - 1 - sum(needed[: made.text])
+    parts: list[list[int]] = [[]]
+    numbers = range(made.text, len(made.columns))
+    for _, same in itertools.groupby(numbers, key=lambda n: re.split(r" \(|:", made.columns[n])[0]):
+        block = list(same)
+        if parts[-1] and sum(needed[n] for n in (*parts[-1], *block)) > room:
+            parts.append([])
+        parts[-1] += block
+    return parts
+
+
+def _wrapped(head: str, width: int) -> list[str]:
+    return textwrap.wrap(head, max(width, 1), break_long_words=False, break_on_hyphens=False)
+
+
+def _cell(cell: str) -> Text:
+    return Text(cell.replace("**", ""), style="bold" if cell.startswith("**") else "")
+
+
 def _stop(message: str, code: int = 2) -> typer.Exit:
     """Say why on stderr; raise what this returns."""
     typer.echo(f"misconv: {message}", err=True)
@@ -167,7 +261,14 @@ def _told(kind: type[OSError] | type[ImportError]) -> Iterator[None]:
     except kind as error:
         if isinstance(error, ImportError) and "misconv[" not in str(error):
             raise  # not one of ours, which name the extra to install
-        raise _stop(getattr(error, "strerror", None) or str(error)) from error
+        raise _stop(_reason(error)) from error
+
+
+def _reason(error: OSError | ImportError) -> str:
+    """The system's own errors say which file only if they are asked."""
+    if isinstance(error, OSError) and error.strerror is not None:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,334 @@
+"""The paper's tables, each from one command: `misconv table`.
+
+Every density and every classifier is trained once and kept in a folder; a table that was stopped goes on where it was,
+and one that is complete only prints. Where the command line is not installed, ``python -m misconv.paper.command`` takes
+the same options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from misconv import bench, data, store
+from misconv.paper import tables
+from misconv.paper.cache import Cache
+from misconv.paper.classification import METHODS, SETTINGS, SHAPES, Experiment, Record
+from misconv.paper.plus import VARIANTS, run_plus
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+
+__all__ = ["TABLES", "Plan", "main", "prepare", "run", "table", "text", "write"]
+
+TABLES = (*map(str, tables.NUMBERS), "ablation")
+# The data sets and the methods of a table; those that are not here have the paper's three, and all.
+DATASETS: dict[str, tuple[str, ...]] = {"7": ("svhn",), "9": ("mnist",), "10": ()}
+USUAL = ("mnist", "svhn", "cifar10")
+SOME = {"6": ("misconv_smfa", "misconv_dmfa"), "8": ("mfa", "misconv_dmfa"), "ablation": ("misconv_dmfa",)}
+WITH_PLUS = ("1", "2", "9")
+# `--quick`: so many images for training and test, and so many epochs of each part.
+FEW_IMAGES = (600, 200)
+FEW_EPOCHS = {"dmfa": 1, "smfa": 2, "classifier": 1}
+# A tenth of them has to choose the epoch, and no pixel may be missing in all of them.
+FEWEST = 100
+STOPPED = "stopped; call it again to go on where it was"
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A table that can be made: everything asked for is there."""
+
+    table: str
+    images: list[data.ImageSet]
+    seeds: int
+    folder: Path
+    device: str | None  # None: a GPU where there is one
+    quick: bool
+    plus: bool
+
+    def file(self, kind: str) -> Path:
+        """Where something of this table goes; a quick run does not replace what took long."""
+        return self.folder / f"table-{self.table}{'-quick' if self.quick else ''}{kind}"
+
+
+# What was asked for --------------------------------------------------------------------------------------------------
+
+
+def prepare(
+    number: str,
+    datasets: Sequence[str] = (),
+    files: Sequence[str | Path] = (),
+    *,
+    seeds: int = 3,
+    folder: str | Path = "misconv-paper",
+    device: str | None = None,
+    quick: bool = False,
+    plus: bool = True,
+) -> Plan:
+    """Check what was asked for and load the data; a ValueError or an OSError says what cannot be had, before any work.
+
+    Args:
+        number: one of `TABLES`.
+        datasets: names, of `misconv.data.NAMES` or with a file each any others; by default those of the paper's table.
+        files: an .npz for each data set, see `misconv.data.load`, or none.
+        seeds: trainings of every method.
+        folder: for finished work.
+        device: "cuda" or "cpu"; cuda where there is one if left out.
+        quick: few images and epochs, and no MisConv+.
+        plus: whether MisConv+ has a row.
+    """
+    if number not in TABLES:
+        known = f"{', '.join(TABLES[:-1])} or {TABLES[-1]}"
+        raise ValueError(f"the table must be {known}, got {number!r}; 3, 4 and 5 (generation) are not there yet")
+    if number == "ablation" and (quick or not plus):
+        raise ValueError(f"the ablation is of MisConv+, which {'--quick' if quick else '--no-plus'} leaves out")
+    names = _names(number, datasets, files)
+    if seeds < 1:
+        raise ValueError(f"--seeds must be at least 1, got {seeds}")
+    _check_device(device)
+    folder = Path(folder).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"--out must be a folder, got {folder}, which is a file")
+    given: Sequence[str | Path | None] = files or [None] * len(names)
+    images = [_load(name, file) for name, file in zip(names, given, strict=True)]
+    plan = Plan(number, [_few(i) for i in images] if quick else images, seeds, folder, device, quick, plus)
+    if number == "10" and not plan.file("-bench.json").exists():
+        bench.choose(device, ["table10"], plan.file("-bench.json"))
+    return plan
+
+
+def _names(number: str, datasets: Sequence[str], files: Sequence[str | Path]) -> list[str]:
+    if number == "10" and (datasets or files):
+        raise ValueError(f"table 10 times the layer, and takes no {'--dataset' if datasets else '--data'}")
+    names = list(datasets or DATASETS.get(number, USUAL))
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"--dataset must name each data set once, got {name} {names.count(name)} times")
+        if name not in data.NAMES and not files:
+            raise ValueError(
+                f"--dataset must be one of {', '.join(data.NAMES)}, or come with --data FILE, got {name!r}"
+            )
+    if files and len(files) != len(names):
+        count = f"{len(files)} file{'s' * (len(files) > 1)} for {', '.join(names)}"
+        raise ValueError(f"--data must be given once for each --dataset, got {count}")
+    return names
+
+
+def _check_device(device: str | None) -> None:
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"--device must be cuda or cpu, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a GPU that torch can use, and there is none; --device cpu works anywhere")
+
+
+def _load(name: str, file: str | Path | None) -> data.ImageSet:
+    try:
+        images = data.load(name, file)
+    except TypeError as error:  # of arrays: the user's, like all that is wrong with a file
+        raise ValueError(str(error)) from error
+    if len(images.train) < FEWEST:
+        raise ValueError(f"{name} must have at least {FEWEST} training images, got {len(images.train)}")
+    return images
+
+
+def _few(images: data.ImageSet) -> data.ImageSet:
+    """Some of the images, drawn at random, for they may be sorted by class."""
+
+    def some(count: int, most: int) -> Tensor:
+        return torch.randperm(count, generator=torch.Generator().manual_seed(0), device="cpu")[:most]
+
+    train, test = (some(len(part), most) for part, most in zip((images.train, images.test), FEW_IMAGES, strict=True))
+    return replace(
+        images,
+        train=images.train[train],
+        train_labels=images.train_labels[train],
+        test=images.test[test],
+        test_labels=images.test_labels[test],
+    )
+
+
+# The work ------------------------------------------------------------------------------------------------------------
+
+
+def run(plan: Plan, *, progress: bool = False, say: Callable[[str], None] = lambda line: None) -> list[Record]:
+    """All records of a table; what is not there yet is trained, or measured.
+
+    An OSError says that a file in the folder cannot be used, or that one cannot be written.
+    """
+    with _files_of(plan.folder):
+        if plan.table == "10":
+            return [_times(plan, say)]
+        cache, fabric = Cache(plan.folder), _fabric(plan.device)
+        found = []
+        for images in plan.images:
+            few = _quick_settings(images.name) if plan.quick else None
+            for shape in SHAPES if plan.table == "9" else ("square",):
+                experiment = Experiment(images, shape, cache, fabric, settings=few, progress=progress, say=say)
+                found += _units(plan, experiment)
+        return found
+
+
+def _units(plan: Plan, experiment: Experiment) -> list[Record]:
+    """The records of one data set with one shape."""
+    if plan.table == "7":
+        return [experiment.quality(kind) for kind in ("smfa", "dmfa")]
+    seeds, methods = range(plan.seeds), SOME.get(plan.table, METHODS)
+    if experiment.shape != "square":
+        methods = tuple(method for method in methods if method != "gt")  # the same for all shapes: nothing is missing
+    found = experiment.run(methods, seeds)
+    if plan.table == "ablation":
+        return _ablation(found, run_plus(experiment, seeds, tuple(VARIANTS)))
+    if plan.table in WITH_PLUS and plan.plus and not plan.quick:
+        found += run_plus(experiment, seeds)
+    return found
+
+
+def _ablation(paper: Sequence[Record], variants: Sequence[Record]) -> list[Record]:
+    """As the table wants them: MisConv with the paper's settings is one more variant."""
+    rows = [*variants, *({**record, "variant": tables.PAPER} for record in paper)]
+    return [{**record, "kind": "ablation"} for record in rows]
+
+
+def _quick_settings(name: str) -> dict[str, Any]:
+    usual = SETTINGS.get(name, SETTINGS["svhn"])
+    return {part: {**usual[part], "epochs": epochs} for part, epochs in FEW_EPOCHS.items()}
+
+
+def _fabric(device: str | None) -> Fabric:
+    try:
+        from lightning_fabric import Fabric
+    except ImportError as error:
+        raise ImportError("training needs Lightning Fabric: pip install 'misconv[train]'") from error
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high")
+    fabric = Fabric(accelerator=device, devices=1)
+    fabric.launch()
+    return fabric
+
+
+def _times(plan: Plan, say: Callable[[str], None]) -> Record:
+    """The benchmark of the layer, measured the first time."""
+    path = plan.file("-bench.json")
+    if not path.exists():
+        device, sections = bench.choose(plan.device, ["table10"], path)
+        bench.write(bench.run(device, sections, quick=plan.quick, say=say), path)
+    try:
+        record: Record = json.loads(path.read_text(encoding="utf-8"))
+        where = "cpu" if record["versions"]["cuda"] is None else "cuda"
+        tables.make(10, [], benchmark=record)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} must be a record of misconv bench, got something else; move it away") from error
+    if plan.device not in (None, where):
+        raise ValueError(f"{path} must have been measured on {plan.device}, got {record['device']}; use another --out")
+    return record
+
+
+@contextlib.contextmanager
+def _files_of(folder: Path) -> Iterator[None]:
+    """A file in the folder that cannot be used is the user's to move away; another ValueError is a mistake of ours."""
+    try:
+        yield
+    except ValueError as error:
+        parts = ("records", "densities", "layers", "running", "table-10")
+        if not any(str(folder / part) in str(error) for part in parts):
+            raise
+        raise OSError(str(error)) from error
+
+
+# The result ----------------------------------------------------------------------------------------------------------
+
+
+def table(plan: Plan, records: Sequence[Record]) -> tables.Table:
+    """The table of these records."""
+    names = [images.name for images in plan.images]
+    if plan.table == "10":
+        return tables.make(10, [], benchmark=records[0])  # which says by itself that it was quick
+    made = tables.ablation(records, names) if plan.table == "ablation" else tables.make(int(plan.table), records, names)
+    without = ", and without MisConv+" if plan.table in WITH_PLUS else ""
+    few = f"A quick run with few images and epochs{without}: these numbers mean nothing."
+    return replace(made, notes=[*made.notes, few]) if plan.quick else made
+
+
+def write(plan: Plan, made: tables.Table, records: Sequence[Record]) -> Path:
+    """The table as markdown and its records as JSON, each whole or not at all; returns where the records are."""
+    content = json.dumps({"records": records}, indent=1, ensure_ascii=False)
+    store.write_bytes(plan.file(".md"), f"# {made.heading}\n\n{made.markdown()}\n".encode())
+    store.write_bytes(plan.file(".json"), f"{content}\n".encode())
+    return plan.file(".json")
+
+
+def text(made: tables.Table) -> str:
+    """A table for a terminal that can do nothing but text."""
+    lines = [made.columns, *made.plain().rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.ljust(width) if number < made.text else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return "  ".join(padded).rstrip()
+
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([made.heading, "", line(lines[0]), rule, *map(line, lines[1:]), "", *made.notes])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """`python -m misconv.paper.command`, for machines without the command line's packages."""
+    parser = argparse.ArgumentParser(prog="python -m misconv.paper.command", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("number", help=", ".join(TABLES))
+    parser.add_argument("--dataset", action="append", default=[], help="may be given several times")
+    parser.add_argument("--data", action="append", default=[], type=Path, help="an .npz for each --dataset")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of every method")
+    parser.add_argument("--out", type=Path, default=Path("misconv-paper"), help="folder for finished work")
+    parser.add_argument("--device", help="cuda or cpu; cuda where there is one")
+    parser.add_argument("--quick", action="store_true", help="few images and epochs, and no MisConv+")
+    parser.add_argument("--plus", action=argparse.BooleanOptionalAction, default=True, help="the row MisConv+")
+    asked = parser.parse_args(arguments)
+    with _one_line(parser):
+        try:
+            plan = prepare(
+                asked.number, asked.dataset, asked.data, seeds=asked.seeds, folder=asked.out, device=asked.device,
+                quick=asked.quick, plus=asked.plus,
+            )  # fmt: skip
+        except ValueError as error:
+            parser.exit(2, f"misconv: {error}\n")
+        progress = sys.stdout.isatty() and find_spec("rich") is not None
+        found = run(plan, progress=progress, say=lambda line: print(line, flush=True))
+        made = table(plan, found)
+        print(f"\n{text(made)}")
+        print(f"\nRecords: {write(plan, made, found)}")
+
+
+@contextlib.contextmanager
+def _one_line(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """What a user can put right ends with one line and no traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        parser.exit(130, f"misconv: {STOPPED}\n")
+    except bench.WrongResultError as error:
+        parser.exit(1, f"misconv: nothing was timed, the fast path is wrong: {error}\n")
+    except OSError as error:
+        written_by_us = error.strerror is not None and error.filename is None
+        parser.exit(2, f"misconv: {error.strerror if written_by_us else error}\n")
+    except ImportError as error:
+        if "misconv[" not in str(error):
+            raise  # not one of ours, which name the extra to install
+        parser.exit(2, f"misconv: {error}\n")
+
+
+if __name__ == "__main__":
+    main()
