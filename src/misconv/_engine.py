@@ -253,9 +253,12 @@ class _Running:
 
     def load(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
-        self.job.module.load_state_dict(_under("model.", tensors))
-        device = self.fabric.device
-        self.best = {name: value.to(device) for name, value in _under("best.", tensors).items()}
+        # Into copies of a state dict that knows its versions: without them BatchNorm takes it for one of long ago.
+        now, best = self.job.module.state_dict(), copy.deepcopy(self.job.module.state_dict())
+        now.update(_under("model.", tensors))
+        self.job.module.load_state_dict(now)
+        best.update({name: value.to(self.fabric.device) for name, value in _under("best.", tensors).items()})
+        self.best = best
         state = self.optimizer.optimizer.state_dict()
         for key, value in _under("optimizer.", tensors).items():
             index, name = key.split(".", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -15,7 +16,12 @@ __all__ = ["commit", "device_name", "versions"]
 
 
 def commit() -> str | None:
-    """The commit of this code, with a plus sign where it was changed since; None outside its repository."""
+    """The commit of this code, with a plus sign where it was changed since; None outside its repository.
+
+    Where the code has gone without its history, the environment variable MISCONV_COMMIT can say it.
+    """
+    if told := os.environ.get("MISCONV_COMMIT"):
+        return told
 
     def git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", *arguments]

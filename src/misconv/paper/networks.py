@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from misconv.layers import MisConv2d, PartialConv2d
@@ -43,6 +44,8 @@ class Classifier(nn.Module):
                 *_block(WIDTH, 64), nn.Dropout(0.3), *_block(64, 64), nn.Dropout(0.3), *_block(64, 64), nn.Dropout(0.3),
                 nn.Flatten(), nn.Linear(64 * half, 128), nn.ReLU(), nn.Dropout(0.3), nn.Linear(128, classes),
             )  # fmt: skip
+            # Measured on an H200: a third faster so, where the smaller network is not.
+            self.to(memory_format=torch.channels_last)
         else:
             raise ValueError(f"kind must be 'small' or 'large', got {kind!r}")
 

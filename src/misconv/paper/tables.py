@@ -291,7 +291,7 @@ def _quality(records: Sequence[Record], datasets: Sequence[str] | None) -> Table
                 block[name] += [_number(numbers.get(name, {}).get(measure), 2), cell]
         rows += block.values()
         images = {r["images"] for r in _of(mine, dataset=dataset) if r.get("images")}
-        counts += [f"{title}: {n:,}" for n in sorted(images)]
+        counts += [f"{title}: {int(n):,}" for n in sorted(images)]
     over = f" ({'; '.join(counts)})" if counts else ""
     notes = [
         f"Each per image, then averaged over the test images{over}; the paper defines neither units nor averages.",

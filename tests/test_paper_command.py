@@ -1,0 +1,414 @@
+"""`misconv table`: what it prints and keeps, that it goes on where it was stopped, and how it says no."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from misconv import _engine, bench, cli, data, store
+from misconv.paper import classification, command, plus, tables
+from misconv.paper.printed import METHODS
+
+FIELDS = {
+    "dataset", "shape", "method", "seed", "accuracy_incomplete", "accuracy_complete", "epoch", "seconds", "settings",
+    "device", "versions", "commit",
+}  # fmt: skip
+HERE = [name for method, name in METHODS.items() if method != "acflow"]
+
+
+@pytest.fixture(autouse=True)
+def _single_precision() -> None:
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _two_epochs() -> Iterator[None]:
+    """Of everything, so that a training can be stopped in its middle."""
+    digits = {part: {**settings, "epochs": 2} for part, settings in classification.SETTINGS["digits"].items()}
+    recipe = plus.PLUS["digits"]
+    small = {**recipe, "epochs": 2, "density": {**recipe["density"], "epochs": 2}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(classification.SETTINGS, "digits", digits)
+        patch.setitem(plus.PLUS, "digits", small)
+        yield
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few of the digits."""
+    images = data.load("digits")
+    arrays = {"x_train": images.train[:120, 0], "y_train": images.train_labels[:120]}
+    arrays |= {"x_test": images.test[:40, 0], "y_test": images.test_labels[:40]}
+    path = tmp_path_factory.mktemp("data") / "few.npz"
+    np.savez(path, **{name: array.numpy() for name, array in arrays.items()})  # type: ignore[arg-type]
+    return path
+
+
+def call(number: str, *arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli.app, ["table", number, *map(str, arguments)], prog_name="misconv")
+
+
+def digits(number: str, file: Path, out: Path, *more: str, seeds: int = 2) -> Result:
+    return call(number, "--dataset", "digits", "--data", file, "--out", out, "--seeds", str(seeds), *more)
+
+
+@pytest.fixture(scope="module")
+def first(file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """Table 1, made in one go, and its folder."""
+    torch.set_default_dtype(torch.float32)
+    out = tmp_path_factory.mktemp("paper") / "new" / "folder"
+    result = digits("1", file, out)
+    assert result.exit_code == 0, result.output
+    return out, result
+
+
+@pytest.fixture
+def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("something was trained")
+
+    for module in (classification, plus):
+        monkeypatch.setattr(module, "train", fail)
+    monkeypatch.setattr(classification, "fit_density", fail)
+
+
+def shown(result: Result) -> str:
+    """From the heading on."""
+    return result.stdout[result.stdout.index("Table ") :].split("Records:")[0]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    content: dict[str, list[dict[str, Any]]] = json.loads(path.read_text(encoding="utf-8"))
+    return content["records"]
+
+
+def numbers(records: list[dict[str, Any]]) -> dict[tuple[str, int], tuple[float, float, int]]:
+    return {(r["method"], r["seed"]): (r["accuracy_incomplete"], r["accuracy_complete"], r["epoch"]) for r in records}
+
+
+def snapshot(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# What it prints and keeps ------------------------------------------------------------------------------------------
+
+
+def test_a_table_has_all_its_rows(first: tuple[Path, Result]) -> None:
+    out, result = first
+    assert result.stderr == ""
+    assert "digits, square: training zero, 2 side by side\n" in result.stdout
+    assert "Table 1: Accuracy on incomplete test images" in result.stdout
+    for name in HERE:
+        star = r" \*" if name == "GT" else ""
+        assert re.search(rf"^ *{re.escape(name)}{star} +1?\.\d+ ± \.\d+ *$", shown(result), re.MULTILINE), name
+    assert re.search(r"^ *ACFlow \* +to follow *$", shown(result), re.MULTILINE)
+    assert "Mean ± standard deviation over 2 seeds." in result.stdout
+    assert "**" not in result.stdout
+    assert result.stdout.endswith(f"\nRecords: {out / 'table-1.json'}\n")
+    assert all(character.isprintable() or character == "\n" for character in result.stdout)
+
+
+def test_the_records_say_all_that_is_needed_to_repeat_them(first: tuple[Path, Result]) -> None:
+    records = read(first[0] / "table-1.json")
+    assert len(records) == 2 * len(HERE)
+    for record in records:
+        assert record.keys() >= FIELDS
+        assert (record["dataset"], record["shape"]) == ("digits", "square")
+        assert record["settings"]["seed"] == record["seed"]
+    markdown = (first[0] / "table-1.md").read_text(encoding="utf-8")
+    assert markdown.startswith("# Table 1: Accuracy on incomplete test images\n\n| method | digits (here) |\n")
+    assert markdown.count("\n| ") == 2 + len(METHODS)
+    assert list((first[0] / "running").iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_training")
+def test_what_is_there_is_only_printed(file: Path, first: tuple[Path, Result]) -> None:
+    out, result = first
+    before = snapshot(out)
+    again = digits("1", file, out)
+    assert again.exit_code == 0, again.output
+    assert again.stdout.strip().startswith("Table 1")
+    assert shown(again) == shown(result)
+    assert snapshot(out) == before
+    for number, titles in {"2": HERE, "6": ["SMFA", "DMFA"], "8": ["MFA imputation", "MisConv"]}.items():
+        other = digits(number, file, out)
+        assert other.exit_code == 0, other.output
+        assert other.stdout.strip().startswith(f"Table {number}: Accuracy")
+        assert all(title in " ".join(other.stdout.split()) for title in titles)
+        assert (out / f"table-{number}.json").is_file()
+    fewer = digits("2", file, out, "--no-plus", seeds=1)
+    assert "One seed." in fewer.stdout
+    assert re.search(r"^ *MisConv\+ +– *$", fewer.stdout, re.MULTILINE)
+
+
+def test_a_table_that_is_stopped_again_and_again_comes_out_the_same(
+    file: Path, first: tuple[Path, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge, epochs = _engine._Running.judge, 0
+
+    def stop(self: Any, epoch: int) -> None:
+        nonlocal epochs
+        epochs += 1
+        if epochs % 12 == 0:
+            raise KeyboardInterrupt
+        judge(self, epoch)
+
+    monkeypatch.setattr(_engine._Running, "judge", stop)
+    results = [digits("1", file, tmp_path)]
+    while results[-1].exit_code == 130:
+        assert results[-1].stderr == "misconv: stopped; call it again to go on where it was\n"
+        assert "Table 1" not in results[-1].stdout
+        assert not (tmp_path / "table-1.json").exists()
+        results.append(digits("1", file, tmp_path))
+    assert results[-1].exit_code == 0, results[-1].output
+    assert len(results) > 3
+    assert shown(results[-1]) == shown(first[1])
+    assert numbers(read(tmp_path / "table-1.json")) == numbers(read(first[0] / "table-1.json"))
+
+
+def test_shapes_share_the_classifiers_of_complete_images(
+    file: Path, first: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "METHODS", ("zero", "gt"))
+    result = digits("9", file, first[0], "--no-plus", seeds=1)
+    assert result.exit_code == 0, result.output
+    assert "training gt" not in result.stdout
+    assert re.search(r"^ *GT \*( +1?\.\d+){3} *$", shown(result), re.MULTILINE)
+    found = [(r["shape"], r["method"]) for r in read(first[0] / "table-9.json")]
+    assert found == [("square", "zero"), ("square", "gt"), ("trapezoid", "zero"), ("noise", "zero")]
+
+
+def test_the_quality_of_densities(file: Path, first: tuple[Path, Result]) -> None:
+    result = digits("7", file, first[0])
+    assert result.exit_code == 0, result.output
+    for name in ("SMFA", "DMFA"):
+        assert re.search(rf"^ *digits +{name}( +−?[\d.]+){{4}} *$", shown(result), re.MULTILINE)
+    assert [r["kind"] for r in read(first[0] / "table-7.json")] == ["density"] * 2
+
+
+def test_the_ablation_has_all_variants(file: Path, first: tuple[Path, Result]) -> None:
+    result = digits("ablation", file, first[0], seeds=1)
+    assert result.exit_code == 0, result.output
+    for variant in (*plus.VARIANTS, tables.PAPER):
+        assert re.search(rf"^ *{re.escape(variant)} +1?\.\d+ +[–−+][\d.]* *$", result.stdout, re.MULTILINE), variant
+    records = read(first[0] / "table-ablation.json")
+    assert [r["variant"] for r in records] == [*plus.VARIANTS, tables.PAPER]
+    assert {r["kind"] for r in records} == {"ablation"}
+
+
+def test_several_data_sets_stand_side_by_side(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(classification.SETTINGS, "svhn", classification.SETTINGS["digits"])  # for other names, too
+    result = call(
+        "8", "--dataset", "digits", "--data", file, "--dataset", "mine", "--data", file, "--out", tmp_path,
+        "--seeds", "1",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert {r["dataset"] for r in read(tmp_path / "table-8.json")} == {"digits", "mine"}
+    for name in ("digits", "mine"):
+        assert re.search(rf"^ *{name}( +1?\.\d+){{2}} *$", shown(result), re.MULTILINE)
+
+
+def test_without_the_command_line(file: Path, tmp_path: Path) -> None:
+    """In a new process without typer and rich, with as few epochs as `--quick` takes."""
+    code = (
+        "import sys; sys.modules['typer'] = sys.modules['rich'] = None\nfrom misconv.paper.command import main; main()"
+    )
+    options = ["--data", str(file), "--quick", "--seeds", "1", "--device", "cpu", "--out", str(tmp_path)]
+    line = [sys.executable, "-W", "error", "-c", code, "8", "--dataset", "digits", *options]
+    done = subprocess.run(line, capture_output=True, text=True, encoding="utf-8", check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"^digits +\.\d+ +\.\d+$", done.stdout, re.MULTILINE)
+    assert "A quick run with few images and epochs: these numbers mean nothing." in done.stdout
+    records = read(tmp_path / "table-8-quick.json")
+    assert [(r["method"], r["epochs"]) for r in records] == [("mfa", 1), ("misconv_dmfa", 1)]
+
+
+def test_the_time_of_the_layer_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("10", "--quick", "--device", "cpu", "--out", tmp_path)
+    result = call(*options)
+    assert result.exit_code == 0, result.output
+    assert "Table 10: Time of the layer" in result.stdout
+    assert "these times mean nothing" in result.stdout
+    assert (tmp_path / "table-10-quick-bench.json").is_file()
+    monkeypatch.setattr(bench, "run", None)
+    assert shown(call(*options)) == shown(result)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    message = r".*table-10-quick-bench.json must have been measured on cuda, got cpu .*; use another --out"
+    refused(call("10", "--quick", "--device", "cuda", "--out", tmp_path), message)
+    (tmp_path / "table-10-quick-bench.json").write_text("{}")
+    refused(call(*options), ".*must be a record of misconv bench, got something else; move it away")
+
+
+def test_a_narrow_terminal_loses_nothing() -> None:
+    heads = ["method", "MNIST (paper)", "MNIST (here)", "SVHN (paper)", "SVHN (re-cropped, here)"]
+    rows = [["zero", ".910", "**.926 ± .001**", ".679", ".710 ± .002"], ["MisConv+", "–", ".925 ± .003", "–", "–"]]
+    made = tables.Table(1, "Accuracy", heads, rows)
+    for width, parts in ((160, 1), (61, 1), (60, 2)):
+        found = list(cli._paper(made, width))
+        assert len(found) == parts
+        console = cli.Console(width=width, force_terminal=False)
+        with console.capture() as printed:
+            console.print(*found, sep="")
+        text = " ".join(printed.get().split())
+        assert all(cell.replace("**", "") in text for row in rows for cell in row)
+        assert all(word in text for head in heads for word in head.split())
+        assert "…" not in text
+
+
+# How it says no ----------------------------------------------------------------------------------------------------
+
+
+def refused(result: Result, message: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert re.fullmatch(rf"misconv: {message}\n", result.stderr), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["3"], r"the table must be 1, 2, 6, 7, 8, 9, 10 or ablation, got '3'; 3, 4 and 5 \(generation\) are not there yet"),
+        (["one"], "the table must be .*, got 'one'; .*"),
+        (["1", "--dataset", "imagenet"], "--dataset must be one of digits, mnist, svhn, cifar10, or come with --data FILE, got 'imagenet'"),
+        (["1", "--dataset", "digits", "--dataset", "digits"], "--dataset must name each data set once, got digits 2 times"),
+        (["1", "--data", "a.npz"], "--data must be given once for each --dataset, got 1 file for mnist, svhn, cifar10"),
+        (["1", "--dataset", "mine", "--data", "a.npz", "--data", "b.npz"], "--data must be given once for each --dataset, got 2 files for mine"),
+        (["1", "--dataset", "a/b", "--data", "a.npz"], 'name must consist of letters, digits, "-" and "_", got \'a/b\''),
+        (["1", "--dataset", "mine", "--data", "nowhere.npz"], "file must be an .npz file, got nowhere.npz, and there is no such file"),
+        (["1", "--dataset", "digits", "--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["1", "--dataset", "digits", "--device", "tpu"], "--device must be cuda or cpu, got 'tpu'"),
+        (["1", "--dataset", "digits", "--device", "cuda"], "--device cuda needs a GPU that torch can use, and there is none; --device cpu works anywhere"),
+        (["10", "--dataset", "digits"], "table 10 times the layer, and takes no --dataset"),
+        (["10", "--data", "a.npz"], "table 10 times the layer, and takes no --data"),
+        (["ablation", "--quick"], r"the ablation is of MisConv\+, which --quick leaves out"),
+        (["ablation", "--no-plus"], r"the ablation is of MisConv\+, which --no-plus leaves out"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_had_is_refused_before_the_work(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused(call(*arguments, "--out", tmp_path / "new"), message)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(SystemExit) as stopped:
+        command.main([*arguments, "--out", str(tmp_path / "new")])
+    assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"y_train": None}, "file must hold the images .* and their labels .*, got .*bad.npz without y_train"),
+        ({"x_train": np.zeros((120, 8, 8))}, "x_train of bad.npz must hold images as bytes, .*, got a float64 array .*"),
+        ({"x_test": np.zeros((40, 9, 9), np.uint8)}, "x_train and x_test of bad.npz must hold images of one shape, .*"),
+        ({"y_test": np.zeros(39, int)}, "y_test of bad.npz must hold one label for each image, .*"),
+        ({"x_train": np.zeros((2, 8, 8), np.uint8), "y_train": np.arange(2), "y_test": np.zeros(40, int)}, "mine must have at least 100 training images, got 2"),
+    ],
+)  # fmt: skip
+def test_wrong_arrays_are_refused(change: dict[str, Any], message: str, file: Path, tmp_path: Path) -> None:
+    with np.load(file) as archive:
+        arrays = {name: array for name, array in {**archive, **change}.items() if array is not None}
+    np.savez(tmp_path / "bad.npz", **arrays)
+    refused(call("1", "--dataset", "mine", "--data", tmp_path / "bad.npz", "--out", tmp_path / "new"), message)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_is_a_file_is_refused(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("mine")
+    refused(digits("8", file, tmp_path / "taken"), "--out must be a folder, got .*taken, which is a file")
+    refused(
+        digits("8", file, tmp_path / "taken" / "below"), ".*taken/below must be a folder for results, but .* is a file"
+    )
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+@pytest.mark.usefixtures("no_training")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "{} must have the format 1 of this version, got 2; .*"),
+        (b"{}", "{} must be a record of misconv, got something else; move it away"),
+        (b'{"format": 1, "rec', "{} must be a record of misconv, got something else; move it away"),
+        (b'{"format": 1, "record": {"settings": {"seed": 7}}}', "{} must hold the settings that its name stands for, got others; .*"),
+    ],
+)  # fmt: skip
+def test_a_record_that_cannot_be_used_is_refused_and_kept(
+    content: bytes | None, message: str, file: Path, first: tuple[Path, Result]
+) -> None:
+    path = next((first[0] / "records").glob("digits-square-mfa-0-*"))
+    good = path.read_bytes()
+    bad = good.replace(b'"format": 1', b'"format": 2') if content is None else content
+    try:
+        path.write_bytes(bad)
+        refused(digits("8", file, first[0]), message.format(re.escape(str(path))))
+        assert path.read_bytes() == bad
+    finally:
+        path.write_bytes(good)
+
+
+@pytest.mark.parametrize("part", ["densities", "running"])
+def test_a_damaged_file_is_named_and_kept(
+    part: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped right after the density, or in the middle of it; then the file is cut short."""
+
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        owner = classification if part == "densities" else store
+        patch.setattr(owner, "Remembered" if part == "densities" else "save", interrupt)
+        assert digits("8", file, tmp_path).exit_code == 130
+    (path,) = (tmp_path / part).iterdir()
+    path.write_bytes(path.read_bytes()[:-100])
+    result = digits("8", file, tmp_path)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith(f"misconv: cannot load {path}: the file is damaged or cut short; ")
+    assert path.exists()
+
+
+def test_a_full_disk_costs_the_files_but_not_the_numbers(
+    file: Path, first: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_up(path: Path, content: bytes) -> None:
+        raise OSError(28, f"cannot write {path}: No space left on device")
+
+    monkeypatch.setattr(store, "write_bytes", fill_up)
+    result = digits("1", file, first[0])
+    assert result.exit_code == 2
+    assert shown(result) == shown(first[1]).rstrip() + "\n"
+    assert re.fullmatch(r"misconv: cannot write .*table-1.md: No space left on device\n", result.stderr)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, ImportError, TypeError])
+def test_mistakes_of_ours_keep_their_traceback(
+    kind: type[Exception], file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise kind("a mistake")
+
+    monkeypatch.setattr(classification.Experiment, "run", fail)
+    assert isinstance(digits("8", file, tmp_path).exception, kind)
+
+
+def test_a_missing_extra_is_named(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lightning_fabric", None)
+    refused(digits("8", file, tmp_path), re.escape("training needs Lightning Fabric: pip install 'misconv[train]'"))
+
+
+def test_a_folder_that_may_not_be_written_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deny(self: Path, **options: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", deny)
+    refused(digits("8", file, Path("/nowhere")), "/nowhere/records: Permission denied")
