@@ -75,6 +75,7 @@ MAY_IMPORT = {
         "paper/inputs",
         "paper/networks",
         "paper/quality",
+        "paper/printed",
     },
     "paper/plus": {
         "torch",

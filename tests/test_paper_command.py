@@ -106,7 +106,7 @@ def snapshot(folder: Path) -> dict[Path, bytes]:
 def test_a_table_has_all_its_rows(first: tuple[Path, Result]) -> None:
     out, result = first
     assert result.stderr == ""
-    assert "digits, square: training zero, 2 side by side\n" in result.stdout
+    assert "digits, square: training zero; 2 side by side\n" in result.stdout
     assert "Table 1: Accuracy on incomplete test images" in result.stdout
     for name in HERE:
         star = r" \*" if name == "GT" else ""
@@ -290,7 +290,6 @@ def refused(result: Result, message: str) -> None:
         (["1", "--dataset", "digits", "--device", "cuda"], "--device cuda needs a GPU that torch can use, and there is none; --device cpu works anywhere"),
         (["10", "--dataset", "digits"], "table 10 times the layer, and takes no --dataset"),
         (["10", "--data", "a.npz"], "table 10 times the layer, and takes no --data"),
-        (["ablation", "--quick"], r"the ablation is of MisConv\+, which --quick leaves out"),
         (["ablation", "--no-plus"], r"the ablation is of MisConv\+, which --no-plus leaves out"),
     ],
 )  # fmt: skip

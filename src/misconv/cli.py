@@ -155,9 +155,7 @@ def table(
         "misconv-paper"
     ),
     device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is one.")] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Few images and epochs and no MisConv+, to see that everything runs.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Few images and epochs, to see that everything runs.")] = False,
     plus: Annotated[bool, typer.Option(help="MisConv+, a recipe beyond the paper's, as one more row.")] = True,
 ) -> None:
     """Print a table of the paper with numbers of our own; trains what it needs, and goes on where it was stopped."""

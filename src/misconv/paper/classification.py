@@ -25,6 +25,7 @@ from misconv.layers import MisConv2d
 from misconv.paper.cache import Cache
 from misconv.paper.inputs import Incomplete, Remembered, Take, complete, of_method
 from misconv.paper.networks import Classifier, first_layer
+from misconv.paper.printed import METHODS as ROWS
 from misconv.training import classifier_job, count_right, density_job, fit_density, train
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ VALIDATION = 0.1
 NEIGHBOURS, DONORS = 5, 5000  # of k-NN
 METHODS = ("zero", "mask", "mean", "knn", "partial", "mfa", "misconv_smfa", "misconv_dmfa", "gt")
 BASELINES = ("zero", "mask", "mean", "knn", "partial", "mfa")
+NAMES = {"smfa": "SMFA", "dmfa": "DMFA", "plus": "DMFA+"}
 DENSITY_OF = {"mfa": "dmfa", "misconv_dmfa": "dmfa", "misconv_smfa": "smfa"}
 # How many classifiers are trained in one CUDA graph, and how often their state is put on the disk.
 SIDE_BY_SIDE, CHECKPOINT_SECONDS = 48, 60.0
@@ -181,7 +183,7 @@ class Experiment:
         return found
 
     def _fit(self, kind: str, settings: dict[str, Any]) -> None:
-        self.say(f"{self.data.title}, {self.shape}: learning what is missing ({kind.upper()})")
+        self.say(f"{self.data.title}, {self.shape}: learning what may be missing ({NAMES[kind]})")
         clock, chosen = time.perf_counter(), settings["density"]
         density = make_density(chosen, self.data.shape)
         checkpoint = self.cache.running(settings)
@@ -200,7 +202,7 @@ class Experiment:
             )  # fmt: skip
             (history,) = train(
                 [job], self.fabric, epochs=chosen["epochs"], checkpoint=checkpoint, progress=self.progress,
-                checkpoint_seconds=self.pause, title=kind.upper(),
+                checkpoint_seconds=self.pause, title=NAMES[kind],
             )  # fmt: skip
         store.save(density, self.cache.density(settings))
         seconds = time.perf_counter() - clock
@@ -218,10 +220,9 @@ class Experiment:
         density = self.density(kind)
         fitted = self.cache.get(self.density_settings(kind))
         measured = quality(density, self.data.test.to(self.device), self.test.observed)
-        name = {"smfa": "SMFA", "dmfa": "DMFA", "plus": "DMFA+"}[kind]
         seconds = {} if fitted is None else {"seconds": fitted["seconds"]}
         return self.cache.keep(
-            settings, {"kind": "density", **self._circumstances(), "density": name, **measured, **seconds}
+            settings, {"kind": "density", **self._circumstances(), "density": NAMES[kind], **measured, **seconds}
         )
 
     # Classifiers -----------------------------------------------------------------------------------------------------
@@ -249,7 +250,8 @@ class Experiment:
         rows, held = self.split
         labels = self.labels[0]
         takes = {method: self.take(method, "train") for method in dict.fromkeys(method for method, _ in units)}
-        self.say(f"{self.data.title}, {self.shape}: training {', '.join(takes)}, {len(units)} side by side")
+        names = ", ".join(ROWS[method] for method in takes)
+        self.say(f"{self.data.title}, {self.shape}: training {names}; {len(units)} side by side")
         clock = time.perf_counter()
         jobs = []
         for method, seed in units:

@@ -24,7 +24,7 @@ from misconv import bench, data, store
 from misconv.paper import tables
 from misconv.paper.cache import Cache
 from misconv.paper.classification import METHODS, SETTINGS, SHAPES, Experiment, Record
-from misconv.paper.plus import VARIANTS, run_plus
+from misconv.paper.plus import PLUS, VARIANTS, run_plus
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -85,14 +85,14 @@ def prepare(
         seeds: trainings of every method.
         folder: for finished work.
         device: "cuda" or "cpu"; cuda where there is one if left out.
-        quick: few images and epochs, and no MisConv+.
+        quick: few images and epochs.
         plus: whether MisConv+ has a row.
     """
     if number not in TABLES:
         known = f"{', '.join(TABLES[:-1])} or {TABLES[-1]}"
         raise ValueError(f"the table must be {known}, got {number!r}; 3, 4 and 5 (generation) are not there yet")
-    if number == "ablation" and (quick or not plus):
-        raise ValueError(f"the ablation is of MisConv+, which {'--quick' if quick else '--no-plus'} leaves out")
+    if number == "ablation" and not plus:
+        raise ValueError("the ablation is of MisConv+, which --no-plus leaves out")
     names = _names(number, datasets, files)
     if seeds < 1:
         raise ValueError(f"--seeds must be at least 1, got {seeds}")
@@ -189,7 +189,7 @@ def _units(plan: Plan, experiment: Experiment) -> list[Record]:
     found = experiment.run(methods, seeds)
     if plan.table == "ablation":
         return _ablation(found, run_plus(experiment, seeds, tuple(VARIANTS)))
-    if plan.table in WITH_PLUS and plan.plus and not plan.quick:
+    if plan.table in WITH_PLUS and plan.plus:
         found += run_plus(experiment, seeds)
     return found
 
@@ -201,8 +201,9 @@ def _ablation(paper: Sequence[Record], variants: Sequence[Record]) -> list[Recor
 
 
 def _quick_settings(name: str) -> dict[str, Any]:
-    usual = SETTINGS.get(name, SETTINGS["svhn"])
-    return {part: {**usual[part], "epochs": epochs} for part, epochs in FEW_EPOCHS.items()}
+    usual, recipe = SETTINGS.get(name, SETTINGS["svhn"]), PLUS.get(name, PLUS["svhn"])
+    few = {part: {**usual[part], "epochs": epochs} for part, epochs in FEW_EPOCHS.items()}
+    return few | {"recipe": {"epochs": 1, "density": {**recipe["density"], "epochs": 1}}}
 
 
 def _fabric(device: str | None) -> Fabric:
@@ -256,8 +257,7 @@ def table(plan: Plan, records: Sequence[Record]) -> tables.Table:
     if plan.table == "10":
         return tables.make(10, [], benchmark=records[0])  # which says by itself that it was quick
     made = tables.ablation(records, names) if plan.table == "ablation" else tables.make(int(plan.table), records, names)
-    without = ", and without MisConv+" if plan.table in WITH_PLUS else ""
-    few = f"A quick run with few images and epochs{without}: these numbers mean nothing."
+    few = "A quick run with few images and epochs: these numbers mean nothing."
     return replace(made, notes=[*made.notes, few]) if plan.quick else made
 
 
@@ -294,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="trainings of every method")
     parser.add_argument("--out", type=Path, default=Path("misconv-paper"), help="folder for finished work")
     parser.add_argument("--device", help="cuda or cpu; cuda where there is one")
-    parser.add_argument("--quick", action="store_true", help="few images and epochs, and no MisConv+")
+    parser.add_argument("--quick", action="store_true", help="few images and epochs")
     parser.add_argument("--plus", action=argparse.BooleanOptionalAction, default=True, help="the row MisConv+")
     asked = parser.parse_args(arguments)
     with _one_line(parser):
