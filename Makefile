@@ -43,6 +43,7 @@ docs: $(VENV)/installed
 	$(BIN)/python docs/pictures.py
 	$(BIN)/python docs/architectures.py
 	$(BIN)/python docs/speed.py
+	$(BIN)/python docs/figures.py
 	$(BIN)/python docs/results.py
 
 clean:

@@ -29,7 +29,7 @@ from misconv.paper.plus import PLUS, VARIANTS, run_plus
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["TABLES", "Plan", "main", "prepare", "run", "table", "text", "write"]
+__all__ = ["TABLES", "Plan", "fabric_on", "main", "prepare", "run", "table", "text", "write"]
 
 TABLES = (*map(str, tables.NUMBERS), "ablation")
 # The data sets and the methods of a table; those that are not here have the paper's three, and all.
@@ -169,7 +169,7 @@ def run(plan: Plan, *, progress: bool = False, say: Callable[[str], None] = lamb
     with _files_of(plan.folder):
         if plan.table == "10":
             return [_times(plan, say)]
-        cache, fabric = Cache(plan.folder), _fabric(plan.device)
+        cache, fabric = Cache(plan.folder), fabric_on(plan.device)
         found = []
         for images in plan.images:
             few = _quick_settings(images.name) if plan.quick else None
@@ -206,7 +206,8 @@ def _quick_settings(name: str) -> dict[str, Any]:
     return few | {"recipe": {"epochs": 1, "density": {**recipe["density"], "epochs": 1}}}
 
 
-def _fabric(device: str | None) -> Fabric:
+def fabric_on(device: str | None) -> Fabric:
+    """One process on a device; on a GPU where there is one, if none is named."""
     try:
         from lightning_fabric import Fabric
     except ImportError as error:
