@@ -410,4 +410,4 @@ def test_a_folder_that_may_not_be_written_is_named(file: Path, monkeypatch: pyte
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "mkdir", deny)
-    refused(digits("8", file, Path("/nowhere")), "/nowhere/records: Permission denied")
+    refused(digits("8", file, Path("/nowhere")), "/nowhere must be a folder you may write to, got /nowhere")

@@ -38,14 +38,14 @@ class Cache:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        for name in ("records", "densities", "layers", "running"):
-            place = self.folder / name
+        for place in (self.folder, *(self.folder / name for name in ("records", "densities", "layers", "running"))):
             try:
                 place.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, NotADirectoryError) as error:
-                raise NotADirectoryError(
-                    f"{self.folder} must be a folder for results, but {place} is a file"
-                ) from error
+                text = f"{self.folder} must be a folder for results, but {place} is a file"
+                raise NotADirectoryError(text) from error
+            except PermissionError as error:
+                raise PermissionError(f"{self.folder} must be a folder you may write to, got {place}") from error
             if not os.access(place, os.W_OK):
                 raise PermissionError(f"{self.folder} must be a folder you may write to, got {place}")
 
@@ -57,6 +57,7 @@ class Cache:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             found, record = content["format"], content["record"]
+            name = key(record["settings"]) if found == FORMAT else None
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} must be a record of misconv, got something else; move it away") from error
         if found != FORMAT:
@@ -64,7 +65,7 @@ class Cache:
                 f"{path} must have the format {FORMAT} of this version, got {found}; use the version of misconv that "
                 "wrote it, or another folder"
             )
-        if key(record.get("settings", {})) != key(settings):
+        if name != key(settings):
             raise ValueError(f"{path} must hold the settings that its name stands for, got others; move it away")
         return dict(record)
 

@@ -114,6 +114,7 @@ class Experiment:
         self.progress, self.say, self.filler = progress, say, filler
         self.device = fabric.device
         self._tools: dict[str, Any] = {}
+        self._made: dict[str, dict[str, Any]] = {}  # the settings of densities among the tools
         self._takes: dict[tuple[str, str], Take] = {}
 
     # Data ------------------------------------------------------------------------------------------------------------
@@ -169,15 +170,15 @@ class Experiment:
 
     def density(self, kind: str) -> nn.Module:
         """A density of this data set, trained on its incomplete training images the first time."""
-        if kind not in self._tools:
-            settings = self.density_settings(kind)
+        settings = self.density_settings(kind)
+        if self._made.get(kind) != settings:
             path = self.cache.density(settings)
             if not path.exists():
                 self._fit(kind, settings)
             density = store.load(path).to(self.device)
             if isinstance(density, ConvDMFA):
                 density.to(memory_format=torch.channels_last)
-            self._tools[kind] = density.eval().requires_grad_(False)
+            self._tools[kind], self._made[kind] = density.eval().requires_grad_(False), settings
         found = self._tools[kind]
         assert isinstance(found, nn.Module)
         return found
@@ -204,9 +205,10 @@ class Experiment:
                 [job], self.fabric, epochs=chosen["epochs"], checkpoint=checkpoint, progress=self.progress,
                 checkpoint_seconds=self.pause, title=NAMES[kind],
             )  # fmt: skip
-        store.save(density, self.cache.density(settings))
         seconds = time.perf_counter() - clock
+        # The density last: where there is one, there is its record.
         self.cache.keep(settings, {"kind": "fit", **self._circumstances(), "seconds": seconds, "history": history})
+        store.save(density, self.cache.density(settings))
         checkpoint.unlink(missing_ok=True)
 
     def quality(self, kind: str) -> Record:
@@ -230,8 +232,9 @@ class Experiment:
     def unit(self, method: str, seed: int) -> dict[str, Any]:
         """What makes a method with a seed what it is."""
         kind = DENSITY_OF.get(method)
+        more = {"neighbours": [NEIGHBOURS, DONORS]} if method == "knn" else {}
         return {
-            **self.identity, "method": method, "seed": seed, "validation": VALIDATION,
+            **self.identity, **more, "method": method, "seed": seed, "validation": VALIDATION,
             "classifier": self.settings["classifier"], "density": self.settings[kind] if kind else None,
         }  # fmt: skip
 
@@ -239,7 +242,7 @@ class Experiment:
         """The records of all methods with all seeds; those that are not there yet are trained."""
         wanted = [(method, seed) for method in methods for seed in seeds]
         todo = [unit for unit in wanted if self.cache.get(self.unit(*unit)) is None]
-        limit = SIDE_BY_SIDE if self.device.type == "cuda" else len(seeds)
+        limit = SIDE_BY_SIDE if self.device.type == "cuda" else max(len(seeds), 1)
         for start in range(0, len(todo), limit):
             self._train(todo[start : start + limit])
         records = [self.cache.get(self.unit(*unit)) for unit in wanted]

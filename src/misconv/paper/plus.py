@@ -232,7 +232,7 @@ def recipe(experiment: Experiment, variant: str) -> dict[str, Any]:
         raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}")
     usual = PLUS.get(experiment.data.name, PLUS["svhn"])
     chosen = {**usual, **experiment.settings.get("recipe", {}), **VARIANTS[variant]}
-    return {**chosen, "classifier": experiment.settings["classifier"]["kind"]}
+    return {**chosen, "classifier": experiment.settings["classifier"]["kind"], "extra": list(EXTRA)}
 
 
 def unit(experiment: Experiment, variant: str, seed: int) -> dict[str, Any]:
@@ -251,7 +251,7 @@ def run_plus(experiment: Experiment, seeds: Sequence[int], variants: Sequence[st
     cache = experiment.cache
     wanted = [(variant, seed) for variant in variants for seed in seeds]
     todo = [u for u in wanted if cache.get(unit(experiment, *u)) is None]
-    limit = 24 if experiment.device.type == "cuda" else len(seeds)
+    limit = 24 if experiment.device.type == "cuda" else max(len(seeds), 1)
     for start in range(0, len(todo), limit):
         _train(experiment, todo[start : start + limit])
     records = [cache.get(unit(experiment, *u)) for u in wanted]
@@ -287,8 +287,9 @@ def _train(experiment: Experiment, units: Sequence[tuple[str, int]]) -> None:
             )
         )  # fmt: skip
     checkpoint = experiment.cache.running([job.settings for job in jobs])
+    (epochs,) = {chosen["epochs"] for chosen in recipes}
     histories = train(
-        jobs, experiment.fabric, epochs=recipes[0]["epochs"], checkpoint=checkpoint, progress=experiment.progress,
+        jobs, experiment.fabric, epochs=epochs, checkpoint=checkpoint, progress=experiment.progress,
         checkpoint_seconds=experiment.pause, title=f"{len(jobs)} × MisConv+", stays=False,
     )  # fmt: skip
     seconds = (time.perf_counter() - clock) / len(units)

@@ -1,0 +1,510 @@
+"""The engine under every training, on models small enough to be trained by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from misconv import MFA, SMFA, ConvDMFA, _engine, data, fit_density, missing, store
+from misconv._engine import Job, train
+from misconv.paper.networks import Classifier, first_layer
+from misconv.training import classifier_job
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+
+SIZE, BATCH = 50, 16
+
+
+@pytest.fixture(autouse=True)
+def _single_precision() -> None:
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def fabric() -> Fabric:
+    return _engine.one_device()
+
+
+class Crash(Exception):
+    pass
+
+
+def network() -> nn.Module:
+    """With all that makes a training hard to continue: dropout, and statistics that are no parameters."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.5), nn.Linear(12, 3))
+
+
+def rows(count: int, seed: int, fabric: Fabric) -> tuple[Tensor, Tensor]:
+    """Three classes that overlap."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count, device="cpu") % 3
+    x = torch.randn(count, 6, generator=generator, device="cpu")
+    x[:, :3] += F.one_hot(labels, 3)
+    return x.to(fabric.device), labels.to(fabric.device)
+
+
+def job(fabric: Fabric, seed: int = 0, size: int = SIZE, **changes: Any) -> Job:
+    """A classifier whose epoch is chosen by its loss on other rows."""
+    x, labels = rows(size, 0, fabric)
+    other, truth = rows(30, 1, fabric)
+
+    def loss(model: nn.Module, indices: Tensor) -> tuple[Tensor, Tensor]:
+        output = model(x[indices])
+        right = (output.argmax(1) == labels[indices]).sum()
+        each = F.cross_entropy(output, labels[indices], reduction="none")
+        return each.mean(), torch.stack([each.detach().sum(), right]).double()
+
+    def evaluate(model: nn.Module) -> tuple[float, dict[str, float]]:
+        value = float(F.cross_entropy(model(other), truth))
+        return value, {"validation": value}
+
+    def summarise(sums: list[float]) -> dict[str, float]:
+        return {"loss": sums[0] / size, "accuracy": sums[1] / size}
+
+    arguments: dict[str, Any] = {
+        "module": network(), "loss": loss, "figures": 2, "summarise": summarise, "evaluate": evaluate, "size": size,
+        "batch_size": BATCH, "learning_rate": 0.02, "seed": seed, "settings": {"task": "toy", "seed": seed},
+    }  # fmt: skip
+    return Job(**(arguments | changes))
+
+
+def state(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def same(a: nn.Module | dict[str, Tensor], b: nn.Module | dict[str, Tensor]) -> bool:
+    first, second = (t.state_dict() if isinstance(t, nn.Module) else t for t in (a, b))
+    return first.keys() == second.keys() and all(torch.equal(v, second[k]) for k, v in first.items())
+
+
+def raising_at(crash: int) -> Callable[[int], None]:
+    def begin(epoch: int) -> None:
+        if epoch == crash:
+            raise Crash
+
+    return begin
+
+
+# Side by side ------------------------------------------------------------------------------------------------------
+
+
+def test_side_by_side_every_job_ends_as_if_alone(fabric: Fabric) -> None:
+    """Parameters and histories, bit for bit; dropout too draws from the job's own seed."""
+
+    def jobs() -> list[Job]:
+        return [job(fabric, 0), job(fabric, 1), job(fabric, 2, learning_rate=0.1), job(fabric, 0, weight_decay=0.3)]
+
+    together, alone = jobs(), jobs()
+    histories = train(together, fabric, epochs=4, progress=False)
+    for number, one in enumerate(alone):
+        (history,) = train([one], fabric, epochs=4, progress=False)
+        assert history == histories[number]
+        assert same(one.module, together[number].module)
+    assert all(not same(a.module, b.module) for i, a in enumerate(alone) for b in alone[:i])
+
+
+def test_dropout_draws_from_the_seed_and_the_epoch(fabric: Fabric) -> None:
+    """All rows are alike and nothing is learned, so that figures differ by dropout alone."""
+    x, label = torch.ones(SIZE, 6, device=fabric.device), torch.zeros(SIZE, dtype=torch.int64, device=fabric.device)
+
+    def losses(seed: int, module: nn.Module) -> list[float]:
+        def loss(model: nn.Module, indices: Tensor) -> tuple[Tensor, Tensor]:
+            value = F.cross_entropy(model(x[indices]), label[indices], reduction="sum")
+            return value, value.detach().double().unsqueeze(0)
+
+        arguments = {"module": module, "figures": 1, "summarise": lambda sums: {"loss": sums[0]}, "learning_rate": 0.0}
+        (history,) = train([job(fabric, seed, loss=loss, **arguments)], fabric, epochs=3, progress=False)
+        return [record["loss"] for record in history]
+
+    def with_dropout() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 3))
+
+    first, second = losses(0, with_dropout()), losses(1, with_dropout())
+    assert losses(0, with_dropout()) == first
+    assert len({*first, *second}) == 6
+    assert len(set(losses(0, with_dropout()[1]))) == 1
+
+
+def test_global_randomness_is_left_alone(fabric: Fabric) -> None:
+    jobs = [job(fabric, 0), job(fabric, 1)]
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    train(jobs, fabric, epochs=1, progress=False)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("other", [{"size": SIZE - 1}, {"batch_size": BATCH + 1}])
+def test_jobs_of_different_size_are_refused(fabric: Fabric, other: dict[str, int], tmp_path: Path) -> None:
+    jobs = [job(fabric), job(fabric, **other)]
+    before = state(jobs[0].module)
+    message = "jobs must have one number of images and one batch size to be trained side by side"
+    with pytest.raises(ValueError, match=message):
+        train(jobs, fabric, epochs=1, checkpoint=tmp_path / "run", progress=False)
+    assert same(jobs[0].module, before)
+    assert not list(tmp_path.iterdir())
+
+
+# Adam by hand ------------------------------------------------------------------------------------------------------
+
+
+class Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.frozen, self.slow, self.free = nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.free(self.slow(self.frozen(x).tanh()).tanh())
+        return out
+
+
+def adam_by_hand(
+    start: dict[str, Tensor], batches: list[list[Tensor]], x: Tensor, labels: Tensor, rate: Callable[[int], float],
+    factors: dict[str, float], decay: float, clip: float | None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The formulas of Kingma and Ba, with the decoupled decay of Loshchilov and Hutter, in float64."""
+    p = {name: value.double() for name, value in start.items()}
+    first = {name: torch.zeros_like(value) for name, value in p.items()}
+    second = {name: torch.zeros_like(value) for name, value in p.items()}
+    toy, step = Toy().double().to(x.device), 0
+    for epoch, orders in enumerate(batches):
+        for indices in orders:
+            step += 1
+            for value in p.values():
+                value.requires_grad_()
+            output = torch.func.functional_call(toy, p, x[indices].double())
+            F.cross_entropy(output, labels[indices]).backward()
+            moving = [name for name in p if factors.get(name.split(".")[0], 1) != 0]
+            gradients = {name: p[name].grad for name in moving}
+            norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()
+            for name, gradient in gradients.items():
+                g = gradient if clip is None else gradient * min(1.0, clip / (float(norm) + 1e-6))
+                lr = rate(epoch) * factors.get(name.split(".")[0], 1)
+                first[name] = 0.9 * first[name] + 0.1 * g
+                second[name] = 0.999 * second[name] + 0.001 * g.square()
+                change = (first[name] / (1 - 0.9**step)) / ((second[name] / (1 - 0.999**step)).sqrt() + 1e-8)
+                p[name] = (p[name] * (1 - lr * decay) - lr * change).detach()
+            p = {name: value.detach() for name, value in p.items()}
+    return p
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_it_is_adam_with_factors_decoupled_decay_and_clipping(fabric: Fabric, decay: float, clip: float | None) -> None:
+    x, labels = rows(SIZE, 0, fabric)
+    batches: list[list[Tensor]] = []
+
+    def loss(model: nn.Module, indices: Tensor) -> tuple[Tensor, Tensor]:
+        batches[-1].append(indices)
+        value = F.cross_entropy(model(x[indices]), labels[indices])
+        return value, value.detach().double().unsqueeze(0)
+
+    def rate(epoch: int) -> float:
+        return 0.02 / (1 + epoch)
+
+    module, factors = Toy(), {"frozen.": 0.0, "slow.": 0.1}
+    start = state(module)
+    trained = job(
+        fabric, module=module, loss=loss, figures=1, summarise=lambda sums: {}, evaluate=lambda model: (-math.inf, {}),
+        learning_rate=rate, factors=factors, weight_decay=decay, clip=clip, begin=lambda epoch: batches.append([]),
+    )  # fmt: skip
+    train([trained], fabric, epochs=3, progress=False)
+    names = {name.removesuffix("."): factor for name, factor in factors.items()}
+    expected = adam_by_hand(
+        {k: v.to(fabric.device) for k, v in start.items()}, batches, x, labels, rate, names, decay, clip
+    )
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, expected[name].float(), rtol=1e-5, atol=1e-6, msg=name)
+    for name in ("frozen.weight", "frozen.bias"):
+        assert torch.equal(module.state_dict()[name].cpu(), start[name].cpu())
+    moved = {part: float((expected[f"{part}.weight"].cpu() - start[f"{part}.weight"].cpu()).norm()) for part in names}
+    assert moved["slow"] > 1e-3  # the comparison compares something
+
+
+def test_a_factor_of_zero_freezes_and_what_was_frozen_stays_so(fabric: Fabric) -> None:
+    x, labels = rows(SIZE, 0, fabric)
+
+    def loss(model: nn.Module, indices: Tensor) -> tuple[Tensor, Tensor]:
+        value = F.cross_entropy(model(x[indices]), labels[indices])
+        return value, value.detach().double().unsqueeze(0)
+
+    module = Toy()
+    module.slow.requires_grad_(False)
+    start = state(module)
+    arguments = {"loss": loss, "figures": 1, "summarise": lambda sums: {}, "evaluate": lambda model: (-math.inf, {})}
+    train(
+        [job(fabric, module=module, factors={"frozen.": 0.0}, weight_decay=0.5, **arguments)],
+        fabric, epochs=1, progress=False,
+    )  # fmt: skip
+    still = {name for name, value in module.state_dict().items() if torch.equal(value.cpu(), start[name].cpu())}
+    assert still == {f"{part}.{kind}" for part in ("frozen", "slow") for kind in ("weight", "bias")}
+
+
+# Interrupted -------------------------------------------------------------------------------------------------------
+
+
+def trio(fabric: Fabric, crash: int | None = None, where: str = "begin") -> list[Job]:
+    """Three jobs, of which the second may raise an error in an epoch: before it, or after it when it is judged."""
+    jobs = [job(fabric, 0), job(fabric, 1, factors={"0.": 0.1}, weight_decay=0.1), job(fabric, 2)]
+    if crash is not None and where == "begin":
+        jobs[1].begin = raising_at(crash)
+    elif crash is not None:
+        judge, number = jobs[1].evaluate, iter(range(9))
+
+        def evaluate(model: nn.Module) -> tuple[float, dict[str, float]]:
+            if next(number) == crash:
+                raise Crash
+            return judge(model)
+
+        jobs[1].evaluate = evaluate
+    return jobs
+
+
+@pytest.mark.parametrize("where", ["begin", "judge"])
+def test_after_an_error_in_any_epoch_several_jobs_end_with_the_same_bits(
+    fabric: Fabric, where: str, tmp_path: Path
+) -> None:
+    straight = trio(fabric)
+    histories = train(straight, fabric, epochs=4, progress=False)
+    for crash in range(4):
+        path = tmp_path / f"{crash}.safetensors"
+        with pytest.raises(Crash):
+            train(trio(fabric, crash, where), fabric, epochs=4, checkpoint=path, progress=False)
+        assert path.exists() == (crash > 0)
+        begun: list[int] = []
+        again = trio(fabric)
+        again[0].begin = begun.append
+        assert train(again, fabric, epochs=4, checkpoint=path, progress=False) == histories
+        assert begun == list(range(crash, 4))  # what was done is not done again
+        for one, other in zip(again, straight, strict=True):
+            assert same(one.module, other.module)
+        before, done = path.read_bytes(), trio(fabric)
+        assert train(done, fabric, epochs=4, checkpoint=path, progress=False) == histories
+        assert all(same(one.module, other.module) for one, other in zip(done, straight, strict=True))
+        assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["small", "large"])
+def test_the_classifiers_of_the_paper_can_be_continued(fabric: Fabric, kind: str, tmp_path: Path) -> None:
+    """Their BatchNorms do not count batches, so that a checkpoint holds no such number."""
+    x, labels = data.digits()
+    x, labels = x[:40], labels[:40]
+
+    def made() -> Job:
+        torch.manual_seed(0)
+        module = Classifier(first_layer("zero", 1), (1, 8, 8), 10, kind)
+        arguments = {"validation_inputs": MFA.point(x[30:]), "validation_labels": labels[30:]}
+        return classifier_job(
+            module, MFA.point(x[:30]), labels[:30], fabric, batch_size=10, learning_rate=1e-3, **arguments
+        )
+
+    straight, path = made(), tmp_path / "run.safetensors"
+    histories = train([straight], fabric, epochs=3, progress=False)
+    broken = made()
+    broken.begin = raising_at(2)
+    with pytest.raises(Crash):
+        train([broken], fabric, epochs=3, checkpoint=path, progress=False)
+    again = made()
+    assert train([again], fabric, epochs=3, checkpoint=path, progress=False) == histories
+    assert same(again.module, straight.module)
+
+
+def test_a_checkpoint_of_other_jobs_is_refused_and_left_alone(fabric: Fabric, tmp_path: Path) -> None:
+    path = tmp_path / "run.safetensors"
+    train([job(fabric, 0), job(fabric, 1)], fabric, epochs=1, checkpoint=path, progress=False)
+    before = path.read_bytes()
+    message = r"checkpoint .*run.safetensors must be of the same training, but its {} is .* and not .*; give another file, or remove it to start anew"
+    for seeds in ((1, 0), (0, 2), (0, 1, 2)):
+        jobs = [job(fabric, seed) for seed in seeds]
+        start = [state(one.module) for one in jobs]
+        with pytest.raises(ValueError, match=message.format("jobs")):
+            train(jobs, fabric, epochs=2, checkpoint=path, progress=False)
+        assert all(same(one.module, old) for one, old in zip(jobs, start, strict=True))
+    with pytest.raises(ValueError, match=message.format("task")):
+        train([job(fabric, 0)], fabric, epochs=2, checkpoint=path, progress=False)
+    assert path.read_bytes() == before
+    single = tmp_path / "single-run.safetensors"
+    train([job(fabric, 0)], fabric, epochs=1, checkpoint=single, progress=False)
+    with pytest.raises(ValueError, match=message.format("jobs")):
+        train([job(fabric, 0), job(fabric, 1)], fabric, epochs=2, checkpoint=single, progress=False)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run.safetensors", "single-run.safetensors"]
+
+
+def test_how_often_a_checkpoint_is_written(fabric: Fabric, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    write = store.write
+
+    def spy(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        written.append(len(meta["jobs"][0]["history"]))
+        write(path, tensors, meta)
+
+    monkeypatch.setattr(store, "write", spy)
+    path = tmp_path / "run.safetensors"
+    train([job(fabric)], fabric, epochs=3, checkpoint=path, checkpoint_seconds=3600, progress=False)
+    assert not written
+    assert not path.exists()
+    train([job(fabric)], fabric, epochs=3, checkpoint=path, progress=False)
+    assert written == [1, 2, 3]
+    # The clock runs from the last one written.
+    written.clear()
+    path.unlink()
+    now = iter(range(0, 100, 10))  # asked once at the start, once an epoch, and once more after every write
+    monkeypatch.setattr(_engine, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    train([job(fabric)], fabric, epochs=6, checkpoint=path, checkpoint_seconds=25, progress=False)
+    assert written == [3, 6]
+
+
+def test_a_training_that_diverges_says_so_and_keeps_its_checkpoint(fabric: Fabric, tmp_path: Path) -> None:
+    path = tmp_path / "run.safetensors"
+    rates = [0.01, 1e38, 0.01]
+    message = "training diverged in epoch 2: its loss is not finite; a smaller learning_rate may help"
+    with pytest.raises(FloatingPointError, match=message):
+        train(
+            [job(fabric, module=Toy(), learning_rate=rates.__getitem__)],
+            fabric, epochs=3, checkpoint=path, progress=False,
+        )  # fmt: skip
+    _, meta = store.read(path)
+    assert [record["epoch"] for record in meta["jobs"][0]["history"]] == [0.0]
+
+
+# What a job sees and what is recorded ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes"), [(50, [16, 16, 16, 2]), (49, [16, 16, 17]), (48, [16, 16, 16]), (17, [17]), (9, [9])]
+)
+@pytest.mark.parametrize("resident", [False, True])
+def test_every_image_is_seen_once_an_epoch(fabric: Fabric, size: int, sizes: list[int], resident: bool) -> None:
+    """The ragged last batch too; a last batch of one joins the one before it."""
+    if resident and fabric.device.type == "cuda":
+        pytest.skip("a captured step cannot be spied on")
+    seen: list[list[Tensor]] = []
+    spied = job(fabric, size=size, resident=resident, begin=lambda epoch: seen.append([]))
+    loss = spied.loss
+
+    def spy(model: nn.Module, indices: Tensor) -> tuple[Tensor, Tensor]:
+        assert model.training
+        seen[-1].append(indices.clone())
+        return loss(model, indices)
+
+    spied.loss = spy
+    train([spied], fabric, epochs=2, progress=False)
+    assert [[len(batch) for batch in epoch] for epoch in seen] == [sizes, sizes]
+    orders = [torch.cat(epoch) for epoch in seen]
+    for order in orders:
+        assert order.sort().values.tolist() == list(range(size))
+    assert not torch.equal(*orders)
+
+
+def test_what_is_recorded(fabric: Fabric) -> None:
+    """Sums are those of one epoch; a model is judged in evaluation mode, without gradients, after its steps."""
+    events: list[str] = []
+    scores = iter([3.0, 1.0, 1.0, 2.0])
+    states: list[dict[str, Tensor]] = []
+
+    def evaluate(model: nn.Module) -> tuple[float, dict[str, float]]:
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        events.append("judge")
+        score = next(scores)
+        states.append(state(spied.module))
+        return score, {"score": score}
+
+    spied = job(
+        fabric, figures=2, summarise=lambda sums: {"images": sums[0], "numbers": sums[1]}, evaluate=evaluate,
+        begin=lambda epoch: events.append(f"begin {epoch}"),
+    )  # fmt: skip
+    loss = spied.loss
+
+    def spy(model: nn.Module, indices: Tensor) -> tuple[Tensor, Tensor]:
+        events.append("step")
+        return loss(model, indices)[0], torch.stack([torch.ones_like(indices).sum(), indices.sum()]).to(fabric.device)
+
+    spied.loss = spy
+    (history,) = train([spied], fabric, epochs=4, progress=False)
+    assert events == [e for epoch in range(4) for e in (f"begin {epoch}", "step", "step", "step", "step", "judge")]
+    assert history == [
+        {"epoch": float(e), "images": 50.0, "numbers": 1225.0, "score": s} for e, s in enumerate([3.0, 1.0, 1.0, 2.0])
+    ]
+    # Of two equally good epochs the first; and neither the last one nor the start.
+    assert same(spied.module, states[1])
+    assert not any(same(spied.module, other) for other in (states[0], states[2], states[3]))
+    assert not spied.module.training
+
+
+def test_without_a_score_the_last_epoch_is_taken(fabric: Fabric) -> None:
+    states: list[dict[str, Tensor]] = []
+
+    def evaluate(model: nn.Module) -> tuple[float, dict[str, float]]:
+        states.append(state(spied.module))
+        return -math.inf, {}
+
+    spied = job(fabric, evaluate=evaluate)
+    (history,) = train([spied], fabric, epochs=3, progress=False)
+    assert same(spied.module, states[-1])
+    assert [sorted(record) for record in history] == [["accuracy", "epoch", "loss"]] * 3
+
+
+def test_patience_waits_for_the_last_job_that_gets_better(fabric: Fabric) -> None:
+    def scripted(*scores: float) -> Job:
+        left = iter(scores)
+        return job(fabric, evaluate=lambda model: ((score := next(left)), {"score": score}))
+
+    jobs = [scripted(*[1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]), scripted(*[3.0, 2.0, 1.0, 2.0, 2.0, 2.0, 2.0])]
+    histories = train(jobs, fabric, epochs=7, patience=2, progress=False)
+    assert [len(history) for history in histories] == [5, 5]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("count", [True, False])
+def test_the_loss_of_a_classifier(fabric: Fabric, smoothing: float, count: bool) -> None:
+    """At a learning rate of 0 the figures of an epoch are those of the network as it was."""
+    x, labels = rows(SIZE, 0, fabric)
+    module = nn.Linear(6, 3).to(fabric.device)
+    made = classifier_job(
+        module, lambda indices: x[indices], labels, fabric, validation_inputs=x[:20],
+        validation_labels=labels[:20], batch_size=BATCH, learning_rate=0.0, label_smoothing=smoothing, count=count,
+    )  # fmt: skip
+    (history,) = train([made], fabric, epochs=1, progress=False)
+    with torch.no_grad():
+        log = module(x).log_softmax(1)
+        chosen = log.gather(1, labels.view(-1, 1)).squeeze(1)
+        expected = -((1 - smoothing) * chosen + smoothing * log.mean(1)).mean()
+        right = (log.argmax(1) == labels).double()
+    figures = {"epoch", "loss", "validation_accuracy"} | ({"accuracy"} if count else set())
+    assert history[0].keys() == figures
+    assert history[0]["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert history[0]["validation_accuracy"] == float(right[:20].mean())
+    if count:
+        assert history[0]["accuracy"] == pytest.approx(float(right.mean()))
+
+
+# Bytes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["network", "em"])
+def test_bytes_are_numbers_from_0_to_1(kind: str) -> None:
+    """And what lies under a missing region is read of neither."""
+    images = data.load("digits").train[:96]
+    observed = missing.square(96, 8, 8, generator=torch.Generator().manual_seed(0)).cpu()
+    garbage = torch.randint(256, images.shape, dtype=torch.uint8, device="cpu")
+    results, histories = [], []
+    for x in (images, images.float() / 255, images.where(observed, garbage)):
+        torch.manual_seed(0)
+        density = SMFA(2, 2) if kind == "em" else ConvDMFA(1, rank=2, widths=(8,), depths=(1,))
+        histories.append(fit_density(density, x, observed, epochs=2, batch_size=32, progress=False))
+        results.append(density)
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
+    assert histories[0] == histories[1] == histories[2]

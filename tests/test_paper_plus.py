@@ -1,0 +1,507 @@
+"""MisConv+: the mask as a channel, augmentation against slices and flips by hand, and what each variant trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from misconv import MFA, ConvDMFA, MisConv2d, impute
+from misconv.functional import conv2d_moments
+from misconv.paper import classification, plus
+from misconv.paper.cache import key
+from misconv.paper.inputs import Incomplete
+from misconv.paper.plus import EXTRA, VARIANTS, Augmented, Plus, Versions, run_plus, with_mask
+from tests.reference import random_mfa, tolerance
+from tests.test_paper_classification import (
+    FIELDS,
+    RECIPE,
+    SETTINGS,
+    TEST,
+    Crash,
+    Spied,
+    essence,
+    files,
+    quickly,
+    same,
+    tiny,
+)
+
+SHAPE = (2, 6, 5)
+COUNT = 8
+
+
+def variant(name: str, value: object = ...) -> str:
+    """The variant that changes this ingredient (to that value)."""
+    found = [v for v, change in VARIANTS.items() if name in change and value in (..., change[name])]
+    assert found, name
+    return found[-1]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    quickly(monkeypatch)
+
+
+# The mask as a channel -------------------------------------------------------------------------------------------------
+
+
+def test_the_mask_is_a_certain_channel() -> None:
+    observed = torch.rand(3, 1, 6, 5) < 0.6
+    p = random_mfa(3, 2, 2, SHAPE, observed)
+    q = with_mask(p)
+    assert q.shape == (3, SHAPE[0] + 1, 6, 5)
+    mask = observed.to(p.dtype)
+    assert torch.equal(q.mean[:, -1:], mask)
+    assert torch.equal(q.means[:, :, -1], mask.expand(3, 2, 6, 5))
+    assert not q.variance[:, -1].any()
+    # All else is as it was.
+    assert torch.equal(q.weights, p.weights)
+    torch.testing.assert_close(q.mean[:, :-1], p.mean)
+    torch.testing.assert_close(q.variance[:, :-1], p.variance)
+    assert q.observed is not None
+    assert torch.equal(q.observed[:, :-1], observed.expand(3, 2, 6, 5))
+    assert q.observed[:, -1].all()
+    drawn = q.sample(3)
+    assert torch.equal(drawn[:, :, -1:], mask.expand(3, 3, 1, 6, 5))
+    q = MFA(q.logits, q.means, q.factors, q.noise, q.observed, check=True)  # it is a sound one
+
+
+def test_the_mask_moves_the_mean_of_a_response_and_not_its_variance() -> None:
+    observed = torch.rand(3, 1, 6, 5) < 0.6
+    p = random_mfa(3, 2, 2, SHAPE, observed)
+    weight, bias = torch.randn(4, SHAPE[0] + 1, 3, 3), torch.randn(4)
+    mean, variance = conv2d_moments(with_mask(p), weight, bias, padding=1)
+    plain, spread = conv2d_moments(p, weight[:, :-1], bias, padding=1)
+    moved = F.conv2d(observed.to(p.dtype), weight[:, -1:], padding=1).unsqueeze(1)
+    close = {"rtol": tolerance("exact"), "atol": tolerance("exact")}
+    torch.testing.assert_close(mean, plain + moved, **close)
+    torch.testing.assert_close(variance, spread, **close)
+    assert moved.abs().max() > 0.1
+    assert spread.max() > 0.1
+
+
+def test_where_nothing_is_missing_the_layer_is_a_convolution_of_images_and_ones() -> None:
+    x = torch.rand(3, *SHAPE)
+    layer = MisConv2d(SHAPE[0] + 1, 4, 3, padding=1)
+    expected = F.conv2d(torch.cat([x, torch.ones(3, 1, 6, 5)], 1), layer.weight, layer.bias, padding=1).relu()
+    torch.testing.assert_close(layer(with_mask(MFA.point(x))), expected)
+
+
+# Versions ----------------------------------------------------------------------------------------------------------
+
+
+def pixels(count: int = COUNT) -> Incomplete:
+    torch.manual_seed(0)
+    images = torch.randint(256, (count, *SHAPE), dtype=torch.uint8)
+    return Incomplete(images, torch.rand(count, 1, *SHAPE[1:]) < 0.7)
+
+
+def network() -> ConvDMFA:
+    torch.manual_seed(1)
+    return ConvDMFA(SHAPE[0], rank=2, widths=(8,), depths=(1,)).eval().requires_grad_(False)
+
+
+def test_versions_hide_more_and_more() -> None:
+    data = pixels(200)
+    versions = Versions(data)
+    assert len(versions.data) == 200 * (1 + len(EXTRA))
+    kept = versions.data.observed.view(1 + len(EXTRA), 200, 1, *SHAPE[1:])
+    assert torch.equal(kept[0], data.observed)
+    assert not (kept & ~data.observed).any()
+    shares = (data.observed & ~kept).sum((1, 2, 3, 4)) / data.observed.sum()
+    for share, fraction in zip(shares[1:].tolist(), EXTRA, strict=True):
+        assert share == pytest.approx(fraction, abs=0.06)  # of 30 pixels the nearest square
+    assert (shares.diff() > 0).all()
+    images = versions.data.images.view(1 + len(EXTRA), 200, *SHAPE)
+    assert torch.equal(images, data.images.where(kept, 0))  # what is hidden is gone here too
+    assert torch.equal(Versions(data).data.observed, versions.data.observed)
+
+
+def test_the_usual_pixel_is_that_of_the_seen_ones() -> None:
+    data = pixels()
+    mean, variance = Versions(data).usual
+    for channel in range(SHAPE[0]):
+        seen = data.images[:, channel : channel + 1][data.observed].double() / 255
+        assert float(mean[channel]) == pytest.approx(float(seen.mean()), rel=1e-5)
+        assert float(variance[channel]) == pytest.approx(float(seen.var(unbiased=False)), rel=1e-5)
+
+
+def augmented(versions: Versions, rows: Tensor, seed: int = 0, **changes: Any) -> Augmented:
+    arguments = {"hide": True, "shift": 2, "flip": True, "remembered": False, "mask": False}
+    return Augmented(versions, rows, seed, **(arguments | changes))
+
+
+# Augmentation ------------------------------------------------------------------------------------------------------
+
+
+def moved(values: Tensor, outside: Tensor | float, down: int, right: int, flipped: bool) -> Tensor:
+    """(…, H, W) cut out of a frame that is wide enough, and turned over."""
+    height, width = values.shape[-2:]
+    border = 3
+    frame = torch.zeros(*values.shape[:-2], height + 2 * border, width + 2 * border, dtype=values.dtype) + outside
+    frame = frame.to(values.dtype)
+    frame[..., border : border + height, border : border + width] = values
+    cut = frame[..., border + down : border + down + height, border + right : border + right + width]
+    return cut.flip(-1) if flipped else cut
+
+
+@pytest.mark.parametrize(("shift", "flip"), [(2, True), (2, False), (0, True), (3, True)])
+@pytest.mark.parametrize("hide", [True, False])
+def test_images_are_shifted_and_flipped(shift: int, flip: bool, hide: bool) -> None:
+    versions, rows = Versions(pixels()), torch.tensor([5, 1, 7, 0, 2])
+    drawn = augmented(versions, rows, hide=hide, shift=shift, flip=flip)
+    seen = set()
+    for epoch in range(6):
+        drawn.begin(epoch)
+        indices = torch.tensor([4, 0, 0, 2, 1, 3])
+        x, observed = drawn(indices)
+        originals = versions.data.at(drawn.virtual[indices])
+        for number, index in enumerate(indices.tolist()):
+            down, right, flipped = (int(move) for move in drawn.moves[:, index])
+            assert abs(down) <= shift
+            assert abs(right) <= shift
+            assert flipped in ((0, 1) if flip else (0,))
+            seen.add((down, right, flipped))
+            expected = moved(originals[1][number], False, down, right, bool(flipped))
+            assert torch.equal(observed[number], expected)
+            image = moved(originals[0][number], 0.0, down, right, bool(flipped))
+            assert torch.equal(x[number] * expected, image * expected)
+    assert len(seen) > (10 if shift else 1)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize(("shift", "flip"), [(2, True), (0, True), (3, False), (0, False)])
+def test_what_is_remembered_is_shifted_and_flipped(shift: int, flip: bool, mask: bool) -> None:
+    """What comes in from beyond the border is missing, with the usual mean and variance and by itself."""
+    versions, rows = Versions(pixels(), network()), torch.tensor([5, 1, 7, 0, 2])
+    drawn = augmented(versions, rows, shift=shift, flip=flip, remembered=True, mask=mask)
+    indices = torch.tensor([4, 0, 0, 2, 1, 3])
+    mean, variance = versions.usual
+    for epoch in range(3):
+        drawn.begin(epoch)
+        found, original = drawn(indices), versions.remembered(drawn.virtual[indices])
+        for number, index in enumerate(indices.tolist()):
+            move = [int(value) for value in drawn.moves[:, index]]
+            down, right, flipped = move[0], move[1], bool(move[2])
+            observed = moved(original.observed[number], False, down, right, flipped)
+            inside = moved(torch.ones(1, *SHAPE[1:], dtype=torch.bool), False, down, right, flipped)
+            expected = MFA(
+                original.logits[number : number + 1],
+                moved(original.means[number], mean, down, right, flipped).unsqueeze(0),
+                moved(original.factors[number], 0.0, down, right, flipped).unsqueeze(0),
+                moved(original.noise[number], variance, down, right, flipped).unsqueeze(0),
+                observed.unsqueeze(0),
+            )
+            one = found[number]
+            if mask:
+                assert torch.equal(one.mean[:, -1], observed.to(one.dtype))
+                assert not one.variance[:, -1].any()
+                one = MFA(
+                    one.logits,
+                    one.means[:, :, :-1],
+                    one.factors[:, :, :, :-1],
+                    one.noise[:, :, :-1],
+                    observed.unsqueeze(0),
+                )
+            for name in ("logits", "means", "factors", "noise"):
+                assert torch.equal(getattr(one, name), getattr(expected, name)), name
+            assert torch.equal(one.observed.expand_as(expected.observed), expected.observed)
+            if down or right:
+                assert not inside.all()
+                beyond = ~inside.expand(SHAPE)
+                torch.testing.assert_close(one.mean[0][beyond], mean.expand(SHAPE)[beyond])
+                torch.testing.assert_close(one.variance[0][beyond], variance.expand(SHAPE)[beyond])
+
+
+def test_unmoved_and_with_nothing_more_hidden_it_is_what_the_density_says() -> None:
+    data, density = pixels(), network()
+    rows = torch.tensor([5, 1, 7, 0, 2])
+    plain = {"hide": False, "shift": 0, "flip": False}
+    remembered = augmented(Versions(data, density), rows, remembered=True, **plain)
+    images = augmented(Versions(data), rows, **plain)
+    for drawn in (remembered, images):
+        drawn.begin(3)
+    indices = torch.tensor([3, 0])
+    x, observed = images(indices)
+    assert torch.equal(x, data.at(rows[indices])[0])
+    assert torch.equal(observed, data.observed[rows[indices]])
+    expected, found = density(x, observed), remembered(indices)
+    torch.testing.assert_close(found.mean, expected.mean)
+    torch.testing.assert_close(found.variance, expected.variance)
+
+
+def test_every_second_image_is_left_as_it_is() -> None:
+    data = pixels(20)
+    versions, rows = Versions(data), torch.arange(20).repeat(150)
+    drawn = augmented(versions, rows, shift=0, flip=False)
+    drawn.begin(0)
+    version = drawn.virtual // 20
+    assert torch.equal(drawn.virtual % 20, rows)  # it is still the same image
+    shares = version.bincount(minlength=4) / len(rows)
+    assert shares.tolist() == pytest.approx([1 / 2, 1 / 6, 1 / 6, 1 / 6], abs=0.04)
+    x, observed = drawn(torch.arange(len(rows)))
+    assert not (observed & ~data.observed[rows]).any()
+    same_as_before = (observed == data.observed[rows]).flatten(1).all(1)
+    assert same_as_before[version == 0].all()
+    assert not same_as_before[version == 3].all()
+    assert torch.equal(x, data.at(rows)[0].where(observed, 0))
+
+
+def test_an_epoch_is_drawn_from_its_seed_and_number_alone() -> None:
+    versions, rows = Versions(pixels()), torch.arange(COUNT)
+
+    def draw(seed: int, *epochs: int) -> tuple[Tensor, Tensor]:
+        drawn = augmented(versions, rows, seed)
+        for epoch in epochs:
+            drawn.begin(epoch)
+        return drawn.virtual, drawn.moves
+
+    def alike(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
+        return torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+    torch.manual_seed(1)
+    first = draw(0, 5)
+    torch.manual_seed(2)
+    assert alike(draw(0, 0, 1, 9, 5), first)
+    assert not alike(draw(0, 6), first)
+    assert not alike(draw(1, 5), first)
+
+
+def test_it_draws_into_the_memory_that_a_captured_step_reads() -> None:
+    drawn = augmented(Versions(pixels()), torch.arange(COUNT))
+    places = drawn.virtual.data_ptr(), drawn.moves.data_ptr()
+    drawn.begin(0)
+    drawn.begin(1)
+    assert (drawn.virtual.data_ptr(), drawn.moves.data_ptr()) == places
+
+
+# The network -------------------------------------------------------------------------------------------------------
+
+
+class Sum(nn.Module):
+    """Remembers what it was given."""
+
+    def forward(self, p: MFA) -> Tensor:
+        self.given = p
+        return p.mean.sum((2, 3))
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_without_a_density_it_sees_zeros_and_the_mask(mask: bool) -> None:
+    x, observed = pixels().at(torch.arange(3))
+    model = Plus(None, Sum(), mask)
+    out = model(x.masked_fill(~observed, torch.nan), observed)
+    zeros = impute.zero(x, observed)
+    expected = torch.cat([zeros, observed.to(x.dtype)], 1) if mask else zeros
+    assert torch.equal(model.classifier.given.mean, expected)
+    assert not model.classifier.given.variance.any()
+    assert torch.equal(out, expected.sum((2, 3)))
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_with_a_density_it_sees_what_that_says(mask: bool) -> None:
+    x, observed = pixels().at(torch.arange(3))
+    density = network()
+    model = Plus(density, Sum(), mask)
+    model(x, observed)
+    p = density(x, observed)
+    expected = with_mask(p) if mask else p
+    torch.testing.assert_close(model.classifier.given.mean, expected.mean)
+    torch.testing.assert_close(model.classifier.given.variance, expected.variance)
+
+
+def test_the_density_stays_in_evaluation_mode() -> None:
+    model = Plus(network(), nn.Sequential(nn.BatchNorm2d(2)), mask=False)
+    assert model.train() is model
+    assert model.training
+    assert model.classifier.training
+    assert not any(part.training for part in model.density.modules())
+    nn.Sequential(model).train()  # also when it is a part of something
+    assert not any(part.training for part in model.density.modules())
+
+
+# Training ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small")
+def test_all_variants_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = Spied(tmp_path)
+    records = run_plus(experiment, [0], tuple(VARIANTS))
+    assert [record["variant"] for record in records] == list(VARIANTS)
+    for record in records:
+        assert record.keys() >= FIELDS | {"variant"}
+        assert (record["method"], record["seed"], record["epoch"]) == ("misconv_plus", 0, 1)
+        assert record["settings"] == plus.unit(experiment, record["variant"], 0)
+    # Every ingredient makes a difference; otherwise its row would say nothing.
+    networks = list(experiment.networks.values())
+    assert len(networks) == len(VARIANTS)
+    assert not any(same(a, b) for number, a in enumerate(networks) for b in networks[:number])
+    assert not list((tmp_path / "running").iterdir())
+
+    def never(*arguments: Any, **more: Any) -> Any:
+        raise AssertionError
+
+    before = files(tmp_path)
+    for place in (plus, classification):
+        monkeypatch.setattr(place, "train", never)
+    assert run_plus(Spied(tmp_path), [0], tuple(VARIANTS)) == records
+    assert files(tmp_path) == before
+
+
+@pytest.mark.usefixtures("small")
+def test_joint_training_changes_a_copy_of_the_density(tmp_path: Path) -> None:
+    """Its weights, not the statistics of its BatchNorms; what all variants share stays as it was."""
+    experiment = Spied(tmp_path)
+    joint = variant("density_rate")
+    run_plus(experiment, [0], ["everything"])
+    shared = experiment.density("plus")
+    before = {name: value.clone() for name, value in shared.state_dict().items()}
+    run_plus(experiment, [0, 1], [joint])
+    assert experiment.density("plus") is shared
+    assert all(torch.equal(value, before[name]) for name, value in shared.state_dict().items())
+    own = []
+    for seed in (0, 1):
+        model = experiment.networks["misconv_plus", joint, seed]
+        assert isinstance(model, Plus)
+        own.append(model.density.state_dict())
+        kept = {name for name, value in own[-1].items() if torch.equal(value, before[name])}
+        buffers = {name for name, _ in model.density.named_buffers()}
+        assert {name for name in buffers if "running" in name} <= kept
+        assert kept == buffers  # and nothing else
+    assert any(not torch.equal(value, own[1][name]) for name, value in own[0].items())
+    assert not isinstance(experiment.networks["misconv_plus", "everything", 0], Plus)
+    (path,) = (tmp_path / "densities").iterdir()  # one, as it was fitted
+    fresh = Spied(tmp_path)
+    fresh.offer("plus", RECIPE["density"])
+    assert same(fresh.density("plus"), shared)
+    assert path.exists()
+
+
+@pytest.mark.usefixtures("small")
+def test_the_rate_of_the_density_is_a_share_of_the_classifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adam's first step is as long as the learning rate, whatever the gradient."""
+    rate, share = 1e-3, 0.01
+    recipe = {**RECIPE, "rate": rate, "weight_decay": 0.0, "batch_size": 108, "density_rate": share}
+    monkeypatch.setitem(plus.PLUS, "digits", recipe)
+    experiment = Spied(tmp_path)
+    run_plus(experiment, [0])
+    model = experiment.networks["misconv_plus", "everything", 0]
+    assert isinstance(model, Plus)
+    before = experiment.density("plus").state_dict()
+    steps = [(value.detach() - before[name]).abs().max() for name, value in model.density.named_parameters()]
+    assert float(torch.stack(steps).max()) == pytest.approx(rate * share, rel=0.01)
+
+
+@pytest.mark.usefixtures("small")
+def test_test_images_are_given_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither moved nor with more hidden, image by image; for a network that says something."""
+    easy = {"epochs": 10, "rate": 5e-3, "flip": False, "shift": 0, "hide": False, "mask": True}
+    monkeypatch.setitem(plus.PLUS, "digits", RECIPE | easy)
+    experiment, images = Spied(tmp_path), tiny()
+    names = ["everything", variant("density", None)]
+    records = run_plus(experiment, [0], names)
+    density = experiment.density("plus")
+    for name, record in zip(names, records, strict=True):
+        model, found = experiment.networks["misconv_plus", name, 0], []
+        for hidden in (True, False):
+            right = 0
+            for number in range(TEST):
+                x = images.test[number : number + 1].float() / 255
+                seen = experiment.test.observed[number : number + 1] | (not hidden)
+                given = (x, seen) if isinstance(model, Plus) else (with_mask(density(x, seen)),)
+                with torch.no_grad():
+                    right += int(model(*given).argmax()) == int(images.test_labels[number])
+            found.append(right / TEST)
+        assert [record["accuracy_incomplete"], record["accuracy_complete"]] == pytest.approx(found, abs=1 / TEST)
+        assert record["accuracy_complete"] > 0.25
+
+
+@pytest.mark.usefixtures("small")
+def test_what_is_trained_on_and_what_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The split of all other methods; validation images are not augmented."""
+    given: list[tuple[Augmented, Tensor, dict[str, Any]]] = []
+    make = plus.classifier_job
+
+    def spy(network: nn.Module, inputs: Augmented, labels: Tensor, *rest: Any, **more: Any) -> Any:
+        given.append((inputs, labels, more))
+        return make(network, inputs, labels, *rest, **more)
+
+    monkeypatch.setattr(plus, "classifier_job", spy)
+    experiment = Spied(tmp_path)
+    run_plus(experiment, [0, 1], ["everything", variant("density", None)])
+    assert [(inputs.seed, more["seed"]) for inputs, _, more in given] == [(0, 0), (1, 1)] * 2
+    rows, held = experiment.split
+    images = tiny()
+    for inputs, labels, more in given:
+        assert torch.equal(inputs.rows, rows)
+        assert torch.equal(labels, images.train_labels[rows])
+        assert torch.equal(more["validation_labels"], images.train_labels[held])
+        chosen = more["validation_inputs"](torch.arange(len(held)))
+        x, observed = experiment.train.at(held)
+        if isinstance(chosen, MFA):
+            assert chosen.observed is not None
+            assert torch.equal(chosen.observed[:, :1], observed)
+            assert torch.equal(chosen.mean[:, :1] * observed, x)
+            torch.testing.assert_close(chosen.mean[:, :1], experiment.density("plus")(x, observed).mean)
+        else:
+            assert torch.equal(chosen[0], x)
+            assert torch.equal(chosen[1], observed)
+
+
+# Units -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small")
+def test_whatever_differs_makes_another_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = Spied(tmp_path)
+    units = [plus.unit(experiment, name, seed) for name in VARIANTS for seed in (0, 1)]
+    units.append(plus.unit(Spied(tmp_path, shape="noise"), "everything", 0))
+    other = {**SETTINGS, "classifier": SETTINGS["classifier"] | {"kind": "large"}}
+    units.append(plus.unit(Spied(tmp_path, settings=other), "everything", 0))
+    for name, value in RECIPE.items():
+        changes = [{name: value + 1}] if not isinstance(value, dict) else [{name: {**value, k: "new"}} for k in value]
+        for change in changes:
+            monkeypatch.setitem(plus.PLUS, "digits", RECIPE | change)
+            units.append(plus.unit(experiment, "everything", 0))
+    monkeypatch.setitem(plus.PLUS, "digits", RECIPE)
+    names = [key(unit) for unit in units]
+    assert len(set(names)) == len(names)
+    # Where the paper's density is taken, it is that one's settings that count.
+    paper = variant("density", "paper")
+    other = {**SETTINGS, "dmfa": SETTINGS["dmfa"] | {"rank": 3}}
+    assert key(plus.unit(Spied(tmp_path, settings=other), paper, 0)) not in names
+    assert key(plus.unit(Spied(tmp_path, settings=other), "everything", 0)) in names
+
+
+@pytest.mark.usefixtures("small")
+def test_an_unknown_variant_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="variant must be one of everything, .*, got 'more'"):
+        run_plus(Spied(tmp_path), [0], ["more"])
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_killed_in_any_epoch_it_ends_with_the_same_records(
+    epoch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(plus.PLUS, "digits", RECIPE | {"epochs": 3})
+    names = ["everything", variant("density_rate")]
+    straight = essence(run_plus(Spied(tmp_path / "straight"), [0, 1], names))
+    begin = Augmented.begin
+
+    def dies(self: Augmented, number: int) -> None:
+        if number == epoch:
+            raise Crash
+        begin(self, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Augmented, "begin", dies)
+        with pytest.raises(Crash):
+            run_plus(Spied(tmp_path / "killed"), [0, 1], names)
+    assert list((tmp_path / "killed" / "running").iterdir())
+    assert essence(run_plus(Spied(tmp_path / "killed"), [0, 1], names)) == straight
