@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from misconv import MFA, SMFA, data, impute, store, training
 from misconv._provenance import commit
 from misconv.data import ImageSet
-from misconv.paper import classification, plus
+from misconv.paper import classification, densities, plus
 from misconv.paper.cache import Cache, key
 from misconv.paper.classification import METHODS, SHAPES, Experiment, Record
 from misconv.paper.inputs import Incomplete
@@ -510,7 +510,7 @@ def test_a_second_run_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def never(*arguments: Any, **more: Any) -> Any:
         raise AssertionError
 
-    for name in ("train", "fit_density", "density_job", "classifier_job", "count_right"):
+    for name in ("train", "fit_density", "job_of", "classifier_job", "count_right"):
         monkeypatch.setattr(classification, name, never)
     second = Spied(tmp_path)
     assert second.run(methods, [0, 1]) == records
@@ -677,7 +677,7 @@ def test_the_density_is_the_one_that_was_asked_for_last(tmp_path: Path) -> None:
 
 def test_several_shapes_are_hidden_while_a_density_is_trained() -> None:
     generator = torch.Generator().manual_seed(0)
-    observed = classification.several(300, 8, 8, fraction=1 / 4, generator=generator)
+    observed = densities.several(300, 8, 8, fraction=1 / 4, generator=generator)
     assert ((~observed).sum((1, 2, 3)) == 16).all()
     hidden = ~observed.squeeze(1)
     # A square fills the rectangle around it; a trapezoid reaches from edge to edge; noise does neither.
@@ -689,16 +689,48 @@ def test_several_shapes_are_hidden_while_a_density_is_trained() -> None:
         (hidden.sum(1) > 0).all(1) & (hidden[:, 1:] != hidden[:, :-1]).sum(1).le(2).all(1)
     )
     assert 60 < int(slanted.sum()) < 140
-    again = classification.several(300, 8, 8, fraction=1 / 4, generator=torch.Generator().manual_seed(0))
+    again = densities.several(300, 8, 8, fraction=1 / 4, generator=torch.Generator().manual_seed(0))
     assert torch.equal(observed, again)
 
 
 def test_a_rate_that_falls_and_rates_that_change() -> None:
-    falling = classification.falling(2e-3, 10)
+    falling = densities.falling(2e-3, 10)
     values = [falling(epoch) for epoch in range(10)]
     assert values[0] == pytest.approx(2e-3)
     assert values[5] == pytest.approx(1e-3)
     assert all(a > b > 0 for a, b in pairwise(values))
     assert values[9] < 1e-4
-    rates = classification._rates({"rates": [4e-4, 1e-4], "mse_epochs": 2, "epochs": 4})
+    rates = densities.rates({"rates": [4e-4, 1e-4], "mse_epochs": 2, "epochs": 4})
     assert [rates(epoch) for epoch in range(4)] == [4e-4, 4e-4, 1e-4, 1e-4]
+
+
+def test_on_a_gpu_the_dmfa_is_trained_beside_those_who_do_not_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same records and the same density as one after the other, in two trainings, and no checkpoint is left."""
+    trainings: list[list[str]] = []
+    original = classification.train
+
+    def spy(jobs: Sequence[Any], *arguments: Any, **more: Any) -> Any:
+        trainings.append([job.settings.get("method", job.settings["task"]) for job in jobs])
+        return original(jobs, *arguments, **more)
+
+    methods, settings = ("zero", "mfa", "partial", "misconv_dmfa"), classifier(epochs=2)
+    settings["dmfa"] = {**SETTINGS["dmfa"], "epochs": 3}
+    alone = Spied(tmp_path / "alone", settings=settings)
+    expected = alone.run(methods, [0, 1])
+    monkeypatch.setattr(classification, "train", spy)
+    together = Spied(tmp_path / "together", settings=settings)
+    together.crowded = True
+    assert essence(together.run(methods, [0, 1])) == essence(expected)
+    free, waiting = ["zero"] * 2 + ["partial"] * 2, ["mfa"] * 2 + ["misconv_dmfa"] * 2
+    assert trainings == [[*free, "density"], waiting]
+    assert same(together.density("dmfa"), alone.density("dmfa"))
+    assert list((tmp_path / "together" / "running").iterdir()) == []
+    record = together.cache.get(together.density_settings("dmfa"))
+    assert record is not None
+    assert len(record["history"]) == 3
+    # With the density at hand there is nothing to wait for.
+    trainings.clear()
+    together.run(methods, [0, 1, 2])
+    assert trainings == [["zero", "mfa", "partial", "misconv_dmfa"]]

@@ -156,12 +156,12 @@ def test_a_table_that_is_stopped_again_and_again_comes_out_the_same(
 ) -> None:
     judge, epochs = _engine._Running.judge, 0
 
-    def stop(self: Any, epoch: int) -> None:
+    def stop(self: Any, **options: bool) -> None:
         nonlocal epochs
         epochs += 1
         if epochs % 12 == 0:
             raise KeyboardInterrupt
-        judge(self, epoch)
+        judge(self, **options)
 
     monkeypatch.setattr(_engine._Running, "judge", stop)
     results = [digits("1", file, tmp_path)]

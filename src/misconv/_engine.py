@@ -81,7 +81,7 @@ def train(
     jobs: Sequence[Job],
     fabric: Fabric,
     *,
-    epochs: int,
+    epochs: int | Sequence[int],
     patience: int | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_seconds: float = 0.0,
@@ -92,8 +92,9 @@ def train(
     """Train all jobs; leaves every module with its best parameters and in evaluation mode.
 
     Args:
-        jobs: of one number of images and one batch size.
-        patience: stop after so many epochs in which no job got better.
+        jobs: of any sizes; each has its own epochs.
+        epochs: of all jobs, or of each.
+        patience: a job stops after so many epochs in which it got no better.
         checkpoint: a file to continue from if it exists, and to write after an epoch.
         checkpoint_seconds: the least time between two writes; with 0, the default, every epoch is written.
         progress, title, stays: of a bar.
@@ -101,39 +102,42 @@ def train(
     Returns:
         For every job a record per epoch.
     """
-    if len({(job.size, job.batch_size) for job in jobs}) != 1:
-        raise ValueError("jobs must have one number of images and one batch size to be trained side by side")
+    counts = [epochs] * len(jobs) if isinstance(epochs, int) else list(epochs)
     captured = all(job.resident for job in jobs) and _can_capture(fabric)
-    running = [_Running(job, fabric, captured) for job in jobs]
+    running = [_Running(job, count, fabric, captured) for job, count in zip(jobs, counts, strict=True)]
     settings = {"jobs": [job.settings for job in jobs]} if len(jobs) > 1 else jobs[0].settings
     if checkpoint is not None and Path(checkpoint).exists():
         tensors, meta = read(checkpoint, settings)
         for number, run in enumerate(running):
             run.load(_under(f"{number}.", tensors), meta["jobs"][number])
-    done, written = len(running[0].history), time.monotonic()
+    for run in running:
+        run.keep(captured and checkpoint is not None)
+    active, written = [run for run in running if not run.over(patience)], time.monotonic()
     graph: torch.cuda.CUDAGraph | None = None
-    with progress_bar(progress and fabric.global_rank == 0, title, epochs, done, stays=stays) as advance:
-        for epoch in range(done, epochs):
-            if patience is not None and epoch > 0 and epoch - 1 - max(r.best_epoch for r in running) >= patience:
-                break
-            for run in running:
-                run.begin(epoch)
-            if captured and graph is None and running[0].full:
-                graph = _capture(running)
+    done = sum(len(run.history) for run in running)
+    with progress_bar(progress and fabric.global_rank == 0, title, sum(counts), done, stays=stays) as advance:
+        while active:
+            for run in active:
+                run.begin()
+            if captured and graph is None and any(run.full for run in active):
+                graph = _capture(active)
                 captured = graph is not None
-            with _seeded(jobs[0].seed, epoch, fabric.device) if graph else _nothing():
-                for _ in range(running[0].full if graph else 0):
-                    graph.replay()  # type: ignore[union-attr]
-            for run in running:
-                with _seeded(run.job.seed, epoch, fabric.device, rest=graph is not None):
-                    run.finish(skip=running[0].full if graph else 0)
-                run.judge(epoch)
+            if graph is not None:
+                # Up to where the first of them ends an epoch; the number of epochs so far tells stretches apart.
+                with _seeded(jobs[0].seed, sum(len(run.history) for run in running), fabric.device):
+                    _replay(graph, active)
+            for run in [run for run in active if graph is None or run.left == 0]:
+                with _seeded(run.job.seed, run.epoch, fabric.device, rest=graph is not None):
+                    run.finish()
+                run.judge(keep=graph is not None and checkpoint is not None)
+                advance(run.history[-1])
             if checkpoint is not None and time.monotonic() - written >= checkpoint_seconds:
                 if fabric.global_rank == 0:
                     tensors = {f"{n}.{key}": t for n, run in enumerate(running) for key, t in run.tensors().items()}
                     store.write(checkpoint, tensors, {"settings": settings, "jobs": [r.numbers() for r in running]})
                 written = time.monotonic()
-            advance(running[0].history[-1])
+            if any(run.over(patience) for run in active):
+                active, graph = [run for run in active if not run.over(patience)], None
     for run in running:
         run.job.module.load_state_dict(run.best)
         run.job.module.eval()
@@ -143,8 +147,8 @@ def train(
 class _Running:
     """A job on its way."""
 
-    def __init__(self, job: Job, fabric: Fabric, captured: bool) -> None:
-        self.job, self.fabric = job, fabric
+    def __init__(self, job: Job, epochs: int, fabric: Fabric, captured: bool) -> None:
+        self.job, self.epochs, self.fabric = job, epochs, fabric
         job.module.to(fabric.device)
         rate = _rate(job.learning_rate, 0)
         # A captured step reads its learning rate from the device; so does Adam count its steps there.
@@ -158,15 +162,26 @@ class _Running:
         self.history: list[Record] = []
         self.best_score, self.best_epoch = math.inf, -1
         self.best = copy.deepcopy(job.module.state_dict())
-        full = _full(job.size, job.batch_size, fabric.world_size)
-        self.full = full
-        self.order = torch.zeros(full, job.batch_size, dtype=torch.int64, device=fabric.device)
+        self.full = _full(job.size, job.batch_size, fabric.world_size)
+        self.left = 0  # full batches that a graph has still to do in this epoch
+        self.epoch = -1  # the one that has begun
+        self.kept: dict[str, Tensor] | None = None  # the state at the end of the last epoch, if that is not now
+        self.order = torch.zeros(self.full, job.batch_size, dtype=torch.int64, device=fabric.device)
         self.cursor = torch.zeros(1, dtype=torch.int64, device=fabric.device)
         self.sums = torch.zeros(job.figures, dtype=torch.float64, device=fabric.device)
         self.batches: list[Tensor] = []
 
-    def begin(self, epoch: int) -> None:
-        """Shuffle, set the learning rate, let the job prepare itself."""
+    def over(self, patience: int | None) -> bool:
+        """Whether all epochs are done, or too many since the best."""
+        done = len(self.history)
+        return done >= self.epochs or (patience is not None and done > 0 and done - 1 - self.best_epoch >= patience)
+
+    def begin(self) -> None:
+        """Shuffle, set the learning rate, let the job prepare itself; nothing if the epoch has begun already."""
+        if self.epoch == len(self.history):
+            return
+        self.epoch = epoch = len(self.history)
+        self.left = self.full
         shuffled = torch.randperm(self.job.size, generator=generator(self.job.seed, epoch), device="cpu")
         self.batches = list(_batches(shuffled, self.job.batch_size, self.fabric.world_size))
         if self.full:
@@ -202,13 +217,14 @@ class _Running:
         self.optimizer.step()
         self.sums += figures.detach()
 
-    def finish(self, skip: int) -> None:
-        """The batches of the epoch that the graph has not done."""
-        for indices in self.batches[skip:]:
+    def finish(self) -> None:
+        """The batches of the epoch that no graph has done."""
+        for indices in self.batches[self.full - self.left :]:
             self.step(indices)
 
-    def judge(self, epoch: int) -> None:
-        """Validate, and keep the parameters if they are the best so far."""
+    def judge(self, *, keep: bool = False) -> None:
+        """Validate, keep the parameters if they are the best so far, and where asked a copy of the state."""
+        epoch = self.epoch
         total = self.fabric.all_reduce(self.sums, reduce_op="sum")
         assert isinstance(total, Tensor)
         sums = total.tolist()
@@ -223,26 +239,31 @@ class _Running:
         if score < self.best_score or score == -math.inf:
             self.best_score, self.best_epoch = score, epoch
             self.best = copy.deepcopy(self.job.module.state_dict())
+        self.keep(keep)
+
+    def keep(self, wanted: bool = True) -> None:
+        """Copy the state at the end of an epoch: a graph goes on with this one before all others have ended theirs."""
+        self.kept = None
+        if wanted:
+            self.kept = {name: value.clone() for name, value in self.tensors().items()}
 
     # Saved and put back ----------------------------------------------------------------------------------------------
 
-    def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def snapshot(self) -> list[dict[str, Tensor]]:
         """Copies of all that a step changes."""
-        copies = ({k: v.clone() for k, v in part.items()} for part in (self._module(), self._optimizer()))
-        return next(copies), next(copies)
+        return [{k: v.clone() for k, v in part.items()} for part in (self._module(), self._optimizer(), self._place())]
 
-    def restore(self, module: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
+    def restore(self, copies: list[dict[str, Tensor]]) -> None:
         """Put copies back where they were taken, in place; an optimizer without state starts from zero."""
         with torch.no_grad():
-            for name, value in self._module().items():
-                value.copy_(module[name])
-            for name, value in self._optimizer().items():
-                value.copy_(optimizer[name]) if name in optimizer else value.zero_()
-        self.cursor.zero_()
-        self.sums.zero_()
+            for part, saved in zip((self._module(), self._optimizer(), self._place()), copies, strict=True):
+                for name, value in part.items():
+                    value.copy_(saved[name]) if name in saved else value.zero_()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of this job, besides `numbers`."""
+        """What a checkpoint holds of this job, besides `numbers`: the state at the end of an epoch."""
+        if self.kept is not None:
+            return self.kept
         found = {f"model.{k}": v for k, v in self._module().items()}
         found |= {f"best.{k}": v for k, v in self.best.items()}
         return found | {f"optimizer.{k}": v for k, v in self._optimizer().items()}
@@ -267,6 +288,9 @@ class _Running:
         self.history, self.best_score = numbers["history"], numbers["best_score"]
         self.best_epoch = numbers["best_epoch"]
 
+    def _place(self) -> dict[str, Tensor]:
+        return {"cursor": self.cursor, "sums": self.sums}
+
     def _module(self) -> dict[str, Tensor]:
         return dict(self.job.module.state_dict())
 
@@ -290,10 +314,12 @@ def _capture(running: Sequence[_Running]) -> torch.cuda.CUDAGraph | None:
     streams = [torch.cuda.Stream() for _ in running]
     copies = [run.snapshot() for run in running]
     seed = torch.cuda.get_rng_state()
+    for run in running:
+        run.cursor.zero_()  # some may stand near the end of an epoch
     _branch(running, streams, _WARM_UP)
     torch.cuda.synchronize()
     for run, saved in zip(running, copies, strict=True):
-        run.restore(*saved)
+        run.restore(saved)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
@@ -305,6 +331,15 @@ def _capture(running: Sequence[_Running]) -> torch.cuda.CUDAGraph | None:
     finally:
         torch.cuda.set_rng_state(seed)
     return graph
+
+
+def _replay(graph: torch.cuda.CUDAGraph, running: Sequence[_Running]) -> None:
+    """As many steps of all jobs as none of them ends its epoch before."""
+    steps = min(run.left for run in running)
+    for _ in range(steps):
+        graph.replay()
+    for run in running:
+        run.left -= steps
 
 
 def _branch(running: Sequence[_Running], streams: Sequence[torch.cuda.Stream], steps: int) -> None:
@@ -362,11 +397,6 @@ def _seeded(seed: int, epoch: int, device: torch.device, *, rest: bool = False) 
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed * 1_000_003 + (250_000 if rest else 500_000) + epoch)
         yield
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -18,20 +18,22 @@ import torch
 from torch import Tensor, nn
 
 from misconv import impute, missing, store
+from misconv._engine import Job
 from misconv._provenance import commit, device_name, versions
 from misconv.data import ImageSet
-from misconv.density import SMFA, ConvDMFA, LinearDMFA
+from misconv.density import SMFA, ConvDMFA
 from misconv.layers import MisConv2d
 from misconv.paper.cache import Cache
+from misconv.paper.densities import job_of, make_density
 from misconv.paper.inputs import Incomplete, Remembered, Take, complete, of_method
 from misconv.paper.networks import Classifier, first_layer
 from misconv.paper.printed import METHODS as ROWS
-from misconv.training import classifier_job, count_right, density_job, fit_density, train
+from misconv.training import classifier_job, count_right, fit_density, train
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["BASELINES", "METHODS", "SETTINGS", "SHAPES", "Experiment", "falling"]
+__all__ = ["BASELINES", "METHODS", "SETTINGS", "SHAPES", "Experiment"]
 
 # The paper's appendix A. Of the convolutional density the text says a learning rate of 4e-5, then 1e-5; the authors'
 # code runs 4e-4, then 1e-4, and so do we. The paper says nothing of the size of SMFA.
@@ -113,6 +115,7 @@ class Experiment:
         self.settings = settings or SETTINGS.get(data.name, SETTINGS["svhn"])
         self.progress, self.say, self.filler = progress, say, filler
         self.device = fabric.device
+        self.crowded = fabric.device.type == "cuda"  # whether as much as possible is trained side by side
         self._tools: dict[str, Any] = {}
         self._made: dict[str, dict[str, Any]] = {}  # the settings of densities among the tools
         self._takes: dict[tuple[str, str], Take] = {}
@@ -188,28 +191,26 @@ class Experiment:
         clock, chosen = time.perf_counter(), settings["density"]
         density = make_density(chosen, self.data.shape)
         checkpoint = self.cache.running(settings)
-        # What is missing was erased, so that no method can read it; bytes have no NaN.
-        images, observed = self.train.images, self.train.observed
         if isinstance(density, SMFA):
+            # What is missing was erased, so that no method can read it; bytes have no NaN.
             history = fit_density(
-                density, images, observed, epochs=chosen["epochs"], checkpoint=checkpoint, fabric=self.fabric,
-                progress=self.progress,
+                density, self.train.images, self.train.observed, epochs=chosen["epochs"], checkpoint=checkpoint,
+                fabric=self.fabric, progress=self.progress,
             )  # fmt: skip
         else:
-            job = density_job(
-                density, images, observed, self.fabric, batch_size=chosen["batch_size"], learning_rate=_rates(chosen),
-                mse_epochs=chosen["mse_epochs"], clip=chosen.get("clip", 5.0),
-                shape=several if chosen.get("shapes") == "several" else missing.square,
-            )  # fmt: skip
             (history,) = train(
-                [job], self.fabric, epochs=chosen["epochs"], checkpoint=checkpoint, progress=self.progress,
-                checkpoint_seconds=self.pause, title=NAMES[kind],
+                [job_of(density, chosen, self.train, self.fabric)], self.fabric, epochs=chosen["epochs"],
+                checkpoint=checkpoint, checkpoint_seconds=self.pause, progress=self.progress, title=NAMES[kind],
             )  # fmt: skip
-        seconds = time.perf_counter() - clock
+        self._keep(settings, density, history, time.perf_counter() - clock)
+        checkpoint.unlink(missing_ok=True)
+
+    def _keep(
+        self, settings: dict[str, Any], density: nn.Module, history: list[dict[str, float]], seconds: float
+    ) -> None:
         # The density last: where there is one, there is its record.
         self.cache.keep(settings, {"kind": "fit", **self._circumstances(), "seconds": seconds, "history": history})
         store.save(density, self.cache.density(settings))
-        checkpoint.unlink(missing_ok=True)
 
     def quality(self, kind: str) -> Record:
         """A record of how well a density predicts the missing pixels of the test images (Table 7)."""
@@ -242,39 +243,52 @@ class Experiment:
         """The records of all methods with all seeds; those that are not there yet are trained."""
         wanted = [(method, seed) for method in methods for seed in seeds]
         todo = [unit for unit in wanted if self.cache.get(self.unit(*unit)) is None]
-        limit = SIDE_BY_SIDE if self.device.type == "cuda" else max(len(seeds), 1)
-        for start in range(0, len(todo), limit):
-            self._train(todo[start : start + limit])
+        limit = SIDE_BY_SIDE if self.crowded else max(len(seeds), 1)
+        free = [unit for unit in todo if DENSITY_OF.get(unit[0]) != "dmfa"]
+        there = self.cache.density(self.density_settings("dmfa")).exists()
+        # A GPU has room for the DMFA beside the classifiers that do not wait for it.
+        beside = self.crowded and 0 < len(free) < len(todo) and not there
+        for part in (free, [unit for unit in todo if unit not in free]) if beside else (todo,):
+            for start in range(0, len(part), limit):
+                self._train(part[start : start + limit], beside=beside and part is free and start == 0)
         records = [self.cache.get(self.unit(*unit)) for unit in wanted]
         return [record for record in records if record is not None]
 
-    def _train(self, units: Sequence[tuple[str, int]]) -> None:
+    def _train(self, units: Sequence[tuple[str, int]], *, beside: bool = False) -> None:
+        """Train some classifiers side by side, and the DMFA beside them where that is asked for."""
         chosen = self.settings["classifier"]
-        rows, held = self.split
-        labels = self.labels[0]
         takes = {method: self.take(method, "train") for method in dict.fromkeys(method for method, _ in units)}
-        names = ", ".join(ROWS[method] for method in takes)
-        self.say(f"{self.data.title}, {self.shape}: training {names}; {len(units)} side by side")
+        names = ", ".join(ROWS[method] for method in takes) + (" and the DMFA" if beside else "")
+        self.say(f"{self.data.title}, {self.shape}: training {names}; {len(units) + beside} side by side")
         clock = time.perf_counter()
-        jobs = []
-        for method, seed in units:
-            take = takes[method]
+        jobs = [self._job(method, seed, takes[method]) for method, seed in units]
+        epochs = [chosen["epochs"]] * len(jobs)
+        if beside:
+            settings = self.density_settings("dmfa")
             jobs.append(
-                classifier_job(
-                    self._network(method, seed), _at(take, rows), labels[rows], self.fabric,
-                    validation_inputs=_at(take, held), validation_labels=labels[held], batch_size=chosen["batch_size"],
-                    learning_rate=chosen["rate"], seed=seed, settings=self.unit(method, seed), count=False,
-                )
-            )  # fmt: skip
+                job_of(make_density(settings["density"], self.data.shape), settings["density"], self.train, self.fabric)
+            )
+            epochs.append(settings["density"]["epochs"])
         checkpoint = self.cache.running([job.settings for job in jobs])
         histories = train(
-            jobs, self.fabric, epochs=chosen["epochs"], checkpoint=checkpoint, checkpoint_seconds=self.pause,
-            progress=self.progress, title=f"{len(jobs)} classifiers", stays=False,
+            jobs, self.fabric, epochs=epochs, checkpoint=checkpoint, checkpoint_seconds=self.pause,
+            progress=self.progress, title=f"{len(units)} classifiers", stays=False,
         )  # fmt: skip
-        seconds = (time.perf_counter() - clock) / len(units)
-        for (method, seed), job, history in zip(units, jobs, histories, strict=True):
-            self.finish(self.unit(method, seed), method, seed, job.module, history, seconds, len(units))
+        seconds = (time.perf_counter() - clock) / len(jobs)
+        if beside:
+            self._keep(settings, jobs[-1].module, histories[-1], seconds)
+        for (method, seed), job, history in zip(units, jobs, histories, strict=False):
+            self.finish(self.unit(method, seed), method, seed, job.module, history, seconds, len(jobs))
         checkpoint.unlink(missing_ok=True)
+
+    def _job(self, method: str, seed: int, take: Take) -> Job:
+        chosen, labels = self.settings["classifier"], self.labels[0]
+        rows, held = self.split
+        return classifier_job(
+            self._network(method, seed), _at(take, rows), labels[rows], self.fabric,
+            validation_inputs=_at(take, held), validation_labels=labels[held], batch_size=chosen["batch_size"],
+            learning_rate=chosen["rate"], seed=seed, settings=self.unit(method, seed), count=False,
+        )  # fmt: skip
 
     def finish(
         self,
@@ -371,50 +385,6 @@ class Experiment:
             "versions": versions(self.device),
             "commit": commit(),
         }
-
-
-def make_density(chosen: dict[str, Any], shape: tuple[int, int, int]) -> nn.Module:
-    """A density by its settings, with the same first weights every time."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        if chosen["kind"] == "SMFA":
-            return SMFA(chosen["components"], chosen["rank"])
-        if chosen["kind"] == "LinearDMFA":
-            return LinearDMFA(shape, rank=chosen["rank"])
-        options = {name: chosen[name] for name in ("components", "widths", "depths", "skips") if name in chosen}
-        network = ConvDMFA(shape[0], rank=chosen["rank"], **options)
-        return network.to(memory_format=torch.channels_last)
-
-
-def several(
-    batch: int,
-    height: int,
-    width: int,
-    *,
-    fraction: float,
-    generator: torch.Generator | None = None,
-    device: torch.device | str | None = None,
-) -> Tensor:
-    """Regions of one shape or another, drawn for every image anew; for `misconv.missing.hide`."""
-    drawn = [
-        shape(batch, height, width, fraction=fraction, generator=generator, device=device)
-        for shape in (missing.square, missing.trapezoid, missing.noise)
-    ]
-    where = device if generator is None else generator.device
-    turn = torch.randint(len(drawn), (batch, 1, 1, 1), generator=generator, device=where).to(drawn[0].device)
-    return torch.where(turn == 0, drawn[0], torch.where(turn == 1, drawn[1], drawn[2]))
-
-
-def falling(rate: float, epochs: int) -> Callable[[int], float]:
-    """From `rate` down to nearly 0 along a cosine."""
-    return lambda epoch: float(rate * (1 + torch.tensor(torch.pi * epoch / epochs).cos()) / 2)
-
-
-def _rates(chosen: dict[str, Any]) -> Callable[[int], float]:
-    """The first learning rate while the squared error is added, the last one after; or a falling one."""
-    if chosen.get("falling"):
-        return falling(chosen["rates"][0], chosen["epochs"])
-    return lambda epoch: float(chosen["rates"][0] if epoch < chosen["mse_epochs"] else chosen["rates"][-1])
 
 
 def _at(take: Take, rows: Tensor) -> Take:
