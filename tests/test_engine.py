@@ -621,3 +621,26 @@ def test_images_that_fill_no_batch_need_no_graph(fabric: Fabric) -> None:
     alone = job(fabric, 0, size=10, module=certain())
     assert train([alone], fabric, epochs=2, progress=False) == histories[:1]
     assert same(alone.module, jobs[0].module)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures a real CUDA graph")
+def test_a_real_graph_takes_the_same_steps(fabric: Fabric) -> None:
+    """A few of them: rounding differs between launches and replays, and grows from step to step."""
+    x, labels = data.digits()
+    x, labels = x[:123].to(fabric.device), labels[:123].to(fabric.device)
+    jobs = []
+    for captured in (True, True, False, False):
+        torch.manual_seed(0)
+        module = Classifier(first_layer("zero", 1), (1, 8, 8), 10, "small")
+        made = classifier_job(
+            module, MFA.point(x), labels, fabric, batch_size=24, learning_rate=1e-3, seed=len(jobs) % 2
+        )
+        made.resident = captured
+        jobs.append(made)
+    histories = train(jobs[:2], fabric, epochs=1, progress=False)
+    for one, other in zip(jobs[:2], jobs[2:], strict=True):
+        histories += train([other], fabric, epochs=1, progress=False)
+        for value, expected in zip(one.module.state_dict().values(), other.module.state_dict().values(), strict=True):
+            torch.testing.assert_close(value, expected, rtol=0, atol=2e-3)
+    assert histories[0][0]["loss"] == pytest.approx(histories[2][0]["loss"], rel=1e-3)
+    assert histories[0][0]["loss"] != pytest.approx(histories[1][0]["loss"], rel=1e-6)
