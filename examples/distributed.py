@@ -66,3 +66,5 @@ if __name__ == "__main__":
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--epochs", type=int, default=2)
     main(**vars(parser.parse_args()))
+    if torch.distributed.is_initialized():  # so that its threads have ended before the process does
+        torch.distributed.destroy_process_group()

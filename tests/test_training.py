@@ -271,6 +271,8 @@ mixture = SMFA(2, 1)
 fit_density(mixture, x, observed, epochs=3, fabric=fabric, progress=False)
 if fabric.global_rank == 0:
     torch.save((density.state_dict() | mixture.state_dict(), history), sys.argv[2])
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
 """
 
 
