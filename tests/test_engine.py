@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from misconv import MFA, SMFA, ConvDMFA, _engine, data, fit_density, missing, store
+from misconv import MFA, SMFA, ConvDMFA, _engine, _session, data, fit_density, missing, store
 from misconv._engine import Job, train
 from misconv.paper.networks import Classifier, first_layer
 from misconv.training import classifier_job
@@ -31,7 +31,7 @@ def _single_precision() -> None:
 
 @pytest.fixture
 def fabric() -> Fabric:
-    return _engine.one_device()
+    return _session.one_device()
 
 
 class Crash(Exception):

@@ -694,7 +694,7 @@ def test_several_shapes_are_hidden_while_a_density_is_trained() -> None:
 
 
 def test_a_rate_that_falls_and_rates_that_change() -> None:
-    falling = densities.falling(2e-3, 10)
+    falling = training.falling(2e-3, 10)
     values = [falling(epoch) for epoch in range(10)]
     assert values[0] == pytest.approx(2e-3)
     assert values[5] == pytest.approx(1e-3)

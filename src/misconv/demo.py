@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from misconv import data, impute
+from misconv._session import one_device
 from misconv.density import SMFA, ConvDMFA
-from misconv.layers import MisConv2d, PartialConv2d
+from misconv.layers import MisConv2d
 from misconv.mfa import MFA
 from misconv.missing import hide, observe, square
-from misconv.training import fit_classifier, fit_density
+from misconv.paper.networks import PartialReLU
+from misconv.training import falling, fit_classifier, fit_density
 
 __all__ = ["SETTINGS", "Demo", "Density", "Method", "run"]
 
@@ -109,14 +111,6 @@ class Network(nn.Module):
         """Logits (B, 10)."""
         out: Tensor = self.rest(self.first(*inputs))
         return out
-
-
-class PartialReLU(PartialConv2d):
-    """Partial convolution with the ReLU that `MisConv2d` has inside."""
-
-    def forward(self, x: Tensor, observed: Tensor) -> Tensor:  # type: ignore[override]  # as in PartialConv2d
-        """(B, O, H', W')."""
-        return super().forward(x, observed).relu()  # type: ignore[union-attr]  # one result was asked for
 
 
 def run(
@@ -261,7 +255,7 @@ def _densities(chosen: dict[str, Any], seed: int) -> dict[str, Callable[[Tensor,
             density = ConvDMFA(1, **chosen["dmfa"])
         fit_density(
             density, x, observed, epochs=chosen["dmfa_epochs"], batch_size=chosen["dmfa_batch_size"], seed=seed,
-            learning_rate=_falling(chosen["dmfa_learning_rate"], chosen["dmfa_epochs"]),
+            learning_rate=falling(chosen["dmfa_learning_rate"], chosen["dmfa_epochs"]),
             fabric=_fabric(), progress=progress,
         )  # fmt: skip
         return density
@@ -302,18 +296,9 @@ def coverage(p: MFA, x: Tensor, where: Tensor, level: float) -> float:
     return float((inside & where).sum() / where.sum())
 
 
-def _falling(rate: float, epochs: int) -> Callable[[int], float]:
-    """From `rate` down to 0 along a cosine."""
-    return lambda epoch: rate * (1 + math.cos(math.pi * epoch / epochs)) / 2
-
-
 def _fabric() -> Any:
     """The CPU, whatever else there is: digits are small, and the numbers are to be the same everywhere."""
-    from lightning_fabric import Fabric
-
-    fabric = Fabric(accelerator="cpu", devices=1)
-    fabric.launch()
-    return fabric
+    return one_device("cpu")
 
 
 def _take(inputs: Inputs, part: slice) -> Inputs:
@@ -337,7 +322,7 @@ def _train(
         network, _take(inputs, train), labels[train],
         validation_inputs=_take(inputs, validation), validation_labels=labels[validation],
         epochs=chosen["classifier_epochs"], batch_size=chosen["classifier_batch_size"],
-        learning_rate=_falling(chosen["classifier_learning_rate"], chosen["classifier_epochs"]), seed=seed,
+        learning_rate=falling(chosen["classifier_learning_rate"], chosen["classifier_epochs"]), seed=seed,
         fabric=_fabric(), progress=progress,
     )  # fmt: skip
     return network

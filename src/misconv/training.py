@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from misconv import _engine, store
 from misconv._checks import check_fraction, check_images, check_observed, check_seen_finite, check_size, describe
 from misconv._engine import Job, Rate, Record, generator
+from misconv._session import check_place, one_device, progress_bar, read
 from misconv.density import SMFA
 from misconv.mfa import MFA
 from misconv.missing import hide, square
@@ -25,7 +26,16 @@ from misconv.missing import hide, square
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["as_floats", "classifier_job", "density_job", "fit_classifier", "fit_density", "train"]
+__all__ = [
+    "as_floats",
+    "classifier_job",
+    "count_right",
+    "density_job",
+    "falling",
+    "fit_classifier",
+    "fit_density",
+    "train",
+]
 
 Inputs = MFA | Tensor | tuple[Tensor, ...] | Callable[[Tensor], Any]
 
@@ -81,8 +91,8 @@ def fit_density(
         >>> len(history), sorted(history[0])
         (2, ['epoch', 'mse', 'nll', 'validation_nll'])
     """
-    _engine.check_place(checkpoint)
-    fabric = fabric or _engine.one_device()
+    check_place(checkpoint)
+    fabric = fabric or one_device()
     job = density_job(
         density, images, observed, fabric, batch_size=batch_size, learning_rate=learning_rate, mse_epochs=mse_epochs,
         shape=shape, fraction=fraction, validation=validation, seed=seed,
@@ -132,9 +142,9 @@ def fit_classifier(
         >>> len(fit_classifier(network, images, labels, epochs=2, progress=False))
         2
     """
-    _engine.check_place(checkpoint)
+    check_place(checkpoint)
     check_size("epochs", epochs)
-    fabric = fabric or _engine.one_device()
+    fabric = fabric or one_device()
     job = classifier_job(
         network, inputs, labels, fabric, validation_inputs=validation_inputs, validation_labels=validation_labels,
         batch_size=batch_size, learning_rate=learning_rate, seed=seed,
@@ -333,6 +343,16 @@ def count_right(
     return int(right)
 
 
+def falling(rate: float, epochs: int) -> Callable[[int], float]:
+    """A learning rate that falls from `rate` to nearly 0 along a cosine.
+
+    Example:
+        >>> [round(falling(1.0, 4)(epoch), 2) for epoch in range(4)]
+        [1.0, 0.85, 0.5, 0.15]
+    """
+    return lambda epoch: rate * (1 + math.cos(math.pi * epoch / epochs)) / 2
+
+
 def as_floats(images: Tensor) -> Tensor:
     """Images as floating-point numbers; bytes from 0 to 255 become numbers from 0 to 1.
 
@@ -359,11 +379,11 @@ def _fit_by_em(
     # In one piece each, so that all pieces together are the images in their order.
     images, observed = (t.tensor_split(world)[rank].to(fabric.device) for t in (images, observed))
     if checkpoint is not None and Path(checkpoint).exists():
-        tensors, meta = _engine.read(checkpoint, settings)
+        tensors, meta = read(checkpoint, settings)
         density.resume(images, tensors, meta["history"], meta["floor"])
     else:
         density.begin(images, observed, seed=seed)
-    with _engine.progress_bar(progress and rank == 0, "SMFA", iterations, len(density.history)) as advance:
+    with progress_bar(progress and rank == 0, "SMFA", iterations, len(density.history)) as advance:
         while len(density.history) < iterations and (len(density.history) < 2 or density.gain() >= 1e-4):
             density.iterate(images, observed)
             if checkpoint is not None and rank == 0:

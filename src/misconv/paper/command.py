@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from misconv import bench, data, store
+from misconv._session import one_device
 from misconv.paper import tables
 from misconv.paper.cache import Cache
 from misconv.paper.classification import METHODS, SETTINGS, SHAPES, Experiment, Record
@@ -207,16 +208,10 @@ def _quick_settings(name: str) -> dict[str, Any]:
 
 
 def fabric_on(device: str | None) -> Fabric:
-    """One process on a device; on a GPU where there is one, if none is named."""
-    try:
-        from lightning_fabric import Fabric
-    except ImportError as error:
-        raise ImportError("training needs Lightning Fabric: pip install 'misconv[train]'") from error
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda":
+    """One process on a device, whose matrix products on a GPU may take TF32, as its convolutions do."""
+    fabric = one_device(device)
+    if fabric.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    fabric = Fabric(accelerator=device, devices=1)
-    fabric.launch()
     return fabric
 
 

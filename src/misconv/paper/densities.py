@@ -12,12 +12,12 @@ from misconv import missing
 from misconv._engine import Job
 from misconv.density import SMFA, ConvDMFA, LinearDMFA
 from misconv.paper.inputs import Incomplete
-from misconv.training import density_job
+from misconv.training import density_job, falling
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["falling", "job_of", "make_density", "rates", "several"]
+__all__ = ["job_of", "make_density", "rates", "several"]
 
 
 def job_of(density: nn.Module, chosen: dict[str, Any], data: Incomplete, fabric: Fabric) -> Job:
@@ -59,11 +59,6 @@ def several(
     where = device if generator is None else generator.device
     turn = torch.randint(len(drawn), (batch, 1, 1, 1), generator=generator, device=where).to(drawn[0].device)
     return torch.where(turn == 0, drawn[0], torch.where(turn == 1, drawn[1], drawn[2]))
-
-
-def falling(rate: float, epochs: int) -> Callable[[int], float]:
-    """From `rate` down to nearly 0 along a cosine."""
-    return lambda epoch: float(rate * (1 + torch.tensor(torch.pi * epoch / epochs).cos()) / 2)
 
 
 def rates(chosen: dict[str, Any]) -> Callable[[int], float]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from misconv.layers import MisConv2d, PartialConv2d
 
-__all__ = ["Classifier", "first_layer"]
+__all__ = ["Classifier", "PartialReLU", "first_layer"]
 
 WIDTH = 32  # of the first layer, in all networks
 
