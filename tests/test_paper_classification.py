@@ -702,35 +702,3 @@ def test_a_rate_that_falls_and_rates_that_change() -> None:
     assert values[9] < 1e-4
     rates = densities.rates({"rates": [4e-4, 1e-4], "mse_epochs": 2, "epochs": 4})
     assert [rates(epoch) for epoch in range(4)] == [4e-4, 4e-4, 1e-4, 1e-4]
-
-
-def test_on_a_gpu_the_dmfa_is_trained_beside_those_who_do_not_wait_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same records and the same density as one after the other, in two trainings, and no checkpoint is left."""
-    trainings: list[list[str]] = []
-    original = classification.train
-
-    def spy(jobs: Sequence[Any], *arguments: Any, **more: Any) -> Any:
-        trainings.append([job.settings.get("method", job.settings["task"]) for job in jobs])
-        return original(jobs, *arguments, **more)
-
-    methods, settings = ("zero", "mfa", "partial", "misconv_dmfa"), classifier(epochs=2)
-    settings["dmfa"] = {**SETTINGS["dmfa"], "epochs": 3}
-    alone = Spied(tmp_path / "alone", settings=settings)
-    expected = alone.run(methods, [0, 1])
-    monkeypatch.setattr(classification, "train", spy)
-    together = Spied(tmp_path / "together", settings=settings)
-    together.crowded = True
-    assert essence(together.run(methods, [0, 1])) == essence(expected)
-    free, waiting = ["zero"] * 2 + ["partial"] * 2, ["mfa"] * 2 + ["misconv_dmfa"] * 2
-    assert trainings == [[*free, "density"], waiting]
-    assert same(together.density("dmfa"), alone.density("dmfa"))
-    assert list((tmp_path / "together" / "running").iterdir()) == []
-    record = together.cache.get(together.density_settings("dmfa"))
-    assert record is not None
-    assert len(record["history"]) == 3
-    # With the density at hand there is nothing to wait for.
-    trainings.clear()
-    together.run(methods, [0, 1, 2])
-    assert trainings == [["zero", "mfa", "partial", "misconv_dmfa"]]

@@ -115,7 +115,6 @@ class Experiment:
         self.settings = settings or SETTINGS.get(data.name, SETTINGS["svhn"])
         self.progress, self.say, self.filler = progress, say, filler
         self.device = fabric.device
-        self.crowded = fabric.device.type == "cuda"  # whether as much as possible is trained side by side
         self._tools: dict[str, Any] = {}
         self._made: dict[str, dict[str, Any]] = {}  # the settings of densities among the tools
         self._takes: dict[tuple[str, str], Take] = {}
@@ -202,15 +201,11 @@ class Experiment:
                 [job_of(density, chosen, self.train, self.fabric)], self.fabric, epochs=chosen["epochs"],
                 checkpoint=checkpoint, checkpoint_seconds=self.pause, progress=self.progress, title=NAMES[kind],
             )  # fmt: skip
-        self._keep(settings, density, history, time.perf_counter() - clock)
-        checkpoint.unlink(missing_ok=True)
-
-    def _keep(
-        self, settings: dict[str, Any], density: nn.Module, history: list[dict[str, float]], seconds: float
-    ) -> None:
+        seconds = time.perf_counter() - clock
         # The density last: where there is one, there is its record.
         self.cache.keep(settings, {"kind": "fit", **self._circumstances(), "seconds": seconds, "history": history})
         store.save(density, self.cache.density(settings))
+        checkpoint.unlink(missing_ok=True)
 
     def quality(self, kind: str) -> Record:
         """A record of how well a density predicts the missing pixels of the test images (Table 7)."""
@@ -243,41 +238,26 @@ class Experiment:
         """The records of all methods with all seeds; those that are not there yet are trained."""
         wanted = [(method, seed) for method in methods for seed in seeds]
         todo = [unit for unit in wanted if self.cache.get(self.unit(*unit)) is None]
-        limit = SIDE_BY_SIDE if self.crowded else max(len(seeds), 1)
-        free = [unit for unit in todo if DENSITY_OF.get(unit[0]) != "dmfa"]
-        there = self.cache.density(self.density_settings("dmfa")).exists()
-        # A GPU has room for the DMFA beside the classifiers that do not wait for it.
-        beside = self.crowded and 0 < len(free) < len(todo) and not there
-        for part in (free, [unit for unit in todo if unit not in free]) if beside else (todo,):
-            for start in range(0, len(part), limit):
-                self._train(part[start : start + limit], beside=beside and part is free and start == 0)
+        limit = SIDE_BY_SIDE if self.device.type == "cuda" else max(len(seeds), 1)
+        for start in range(0, len(todo), limit):
+            self._train(todo[start : start + limit])
         records = [self.cache.get(self.unit(*unit)) for unit in wanted]
         return [record for record in records if record is not None]
 
-    def _train(self, units: Sequence[tuple[str, int]], *, beside: bool = False) -> None:
-        """Train some classifiers side by side, and the DMFA beside them where that is asked for."""
-        chosen = self.settings["classifier"]
+    def _train(self, units: Sequence[tuple[str, int]]) -> None:
+        """Train some classifiers side by side."""
         takes = {method: self.take(method, "train") for method in dict.fromkeys(method for method, _ in units)}
-        names = ", ".join(ROWS[method] for method in takes) + (" and the DMFA" if beside else "")
-        self.say(f"{self.data.title}, {self.shape}: training {names}; {len(units) + beside} side by side")
+        names = ", ".join(ROWS[method] for method in takes)
+        self.say(f"{self.data.title}, {self.shape}: training {names}; {len(units)} side by side")
         clock = time.perf_counter()
         jobs = [self._job(method, seed, takes[method]) for method, seed in units]
-        epochs = [chosen["epochs"]] * len(jobs)
-        if beside:
-            settings = self.density_settings("dmfa")
-            jobs.append(
-                job_of(make_density(settings["density"], self.data.shape), settings["density"], self.train, self.fabric)
-            )
-            epochs.append(settings["density"]["epochs"])
         checkpoint = self.cache.running([job.settings for job in jobs])
         histories = train(
-            jobs, self.fabric, epochs=epochs, checkpoint=checkpoint, checkpoint_seconds=self.pause,
-            progress=self.progress, title=f"{len(units)} classifiers", stays=False,
+            jobs, self.fabric, epochs=self.settings["classifier"]["epochs"], checkpoint=checkpoint,
+            checkpoint_seconds=self.pause, progress=self.progress, title=f"{len(units)} classifiers", stays=False,
         )  # fmt: skip
         seconds = (time.perf_counter() - clock) / len(jobs)
-        if beside:
-            self._keep(settings, jobs[-1].module, histories[-1], seconds)
-        for (method, seed), job, history in zip(units, jobs, histories, strict=False):
+        for (method, seed), job, history in zip(units, jobs, histories, strict=True):
             self.finish(self.unit(method, seed), method, seed, job.module, history, seconds, len(jobs))
         checkpoint.unlink(missing_ok=True)
 
