@@ -194,8 +194,8 @@ def test_a_damaged_record_is_refused(kept: Cache, cut: float) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["[]", "null", "3", '"record"', "{}", '{"format": 1}', '{"record": {}}', b"\xff\xfe\x00", '{"format": 1, "record": null}',
-     '{"format": 1, "record": []}', '{"format": 1, "record": "x"}'],
+    ["[]", "null", "3", '"record"', "{}", f'{{"format": {FORMAT}}}', '{"record": {}}', b"\xff\xfe\x00",
+     *(f'{{"format": {FORMAT}, "record": {record}}}' for record in ("null", "[]", '"x"'))],
 )  # fmt: skip
 def test_what_is_no_record_is_refused(kept: Cache, text: str | bytes) -> None:
     refused(kept, text, "must be a record of misconv, got something else; move it away")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -482,6 +483,18 @@ def test_whatever_differs_makes_another_unit(tmp_path: Path, monkeypatch: pytest
 def test_an_unknown_variant_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="variant must be one of everything, .*, got 'more'"):
         run_plus(Spied(tmp_path), [0], ["more"])
+
+
+@pytest.mark.parametrize(
+    ("name", "same_as_the_whole"),
+    [("mnist", ()), ("svhn", ("with the paper's density",)), ("cifar10", ("with the paper's density",))],
+)
+def test_a_variant_that_changes_nothing_is_left_out(
+    name: str, same_as_the_whole: tuple[str, ...], tmp_path: Path
+) -> None:
+    experiment = Spied(tmp_path)
+    experiment.data = replace(experiment.data, name=name)
+    assert plus.variants_of(experiment) == [v for v in VARIANTS if v not in same_as_the_whole]
 
 
 @pytest.mark.usefixtures("small")

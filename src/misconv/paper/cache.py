@@ -17,7 +17,7 @@ from misconv import store
 __all__ = ["FORMAT", "Cache", "key"]
 
 # Of the files, and of what settings mean: a change of either must not be taken for the old.
-FORMAT = 1
+FORMAT = 2
 
 Settings = dict[str, Any]
 

@@ -326,16 +326,12 @@ class Experiment:
         if method == "knn" and "knn" not in self._tools:
             self._tools["knn"] = impute.KNN(NEIGHBOURS).fit(*self.train.at(rows[:DONORS]))
         kind = DENSITY_OF.get(method)
-        if kind == "smfa":
-            self.density("smfa")
-        if kind == "dmfa":
-            # Both methods that use it share what it says.
-            name = f"dmfa of {len(data)} {data is self.train}"
+        if kind is not None:
+            # Methods that use the same density share what it says.
+            name = f"{kind} of {len(data)} {data is self.train}"
             if name not in self._tools:
-                density = self.density("dmfa")
-                with torch.no_grad():
-                    self._tools[name] = Remembered(density, data)
-            return {"dmfa": self._tools[name]}
+                self._tools[name] = Remembered(self.density(kind), data)
+            return {kind: self._tools[name]}
         return self._tools
 
     def _complete(self, part: str) -> Tensor:

@@ -25,7 +25,7 @@ from misconv._session import one_device
 from misconv.paper import tables
 from misconv.paper.cache import Cache
 from misconv.paper.classification import METHODS, SETTINGS, SHAPES, Experiment, Record
-from misconv.paper.plus import PLUS, VARIANTS, run_plus
+from misconv.paper.plus import PLUS, run_plus, variants_of
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -189,22 +189,23 @@ def _units(plan: Plan, experiment: Experiment) -> list[Record]:
         methods = tuple(method for method in methods if method != "gt")  # the same for all shapes: nothing is missing
     found = experiment.run(methods, seeds)
     if plan.table == "ablation":
-        return _ablation(found, run_plus(experiment, seeds, tuple(VARIANTS)))
+        return _ablation(found, run_plus(experiment, seeds, variants_of(experiment)))
     if plan.table in WITH_PLUS and plan.plus:
         found += run_plus(experiment, seeds)
     return found
 
 
-def _ablation(paper: Sequence[Record], variants: Sequence[Record]) -> list[Record]:
+def _ablation(paper: Sequence[Record], plus: Sequence[Record]) -> list[Record]:
     """As the table wants them: MisConv with the paper's settings is one more variant."""
-    rows = [*variants, *({**record, "variant": tables.PAPER} for record in paper)]
+    rows = [*plus, *({**record, "variant": tables.PAPER} for record in paper)]
     return [{**record, "kind": "ablation"} for record in rows]
 
 
 def _quick_settings(name: str) -> dict[str, Any]:
     usual, recipe = SETTINGS.get(name, SETTINGS["svhn"]), PLUS.get(name, PLUS["svhn"])
     few = {part: {**usual[part], "epochs": epochs} for part, epochs in FEW_EPOCHS.items()}
-    return few | {"recipe": {"epochs": 1, "density": {**recipe["density"], "epochs": 1}}}
+    density = recipe["density"] if recipe["density"] == "paper" else {**recipe["density"], "epochs": 1}
+    return few | {"recipe": {"epochs": 1, "density": density}}
 
 
 def fabric_on(device: str | None) -> Fabric:

@@ -5,12 +5,13 @@ All data live on one device: images as bytes, what a density says of them at mis
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from misconv import impute
 from misconv.mfa import MFA
@@ -19,7 +20,9 @@ from misconv.training import as_floats
 __all__ = ["Incomplete", "Remembered", "complete", "of_method"]
 
 Take = Callable[[Tensor], Any]  # indices (B,) -> what the network takes of these images
-CHUNK = 512
+CHUNK = 512  # images that a density sees at a time
+LEAST = 1e-7  # a component with less weight changes no float32
+NEVER = -1e4  # the logarithm of a weight that is 0 in any arithmetic
 
 
 class Incomplete:
@@ -48,13 +51,17 @@ class Incomplete:
 class Remembered:
     """What a density says of incomplete images, computed once and kept at their missing pixels alone.
 
+    Of a mixture only components that matter are kept: given most of an image, hardly ever more than one of ten.
+
     Args:
         density: (x, observed) -> MFA, or -> filled images, which are kept as points.
         data: the images; an image with fewer missing pixels than others is padded.
 
-    Called with indices (B,), it returns the MFA of these images as `density` would.
+    Called with indices (B,), it returns the MFA of these images as `density` would, but for components whose weight is
+    below `LEAST`.
     """
 
+    @torch.no_grad()
     def __init__(self, density: Callable[[Tensor, Tensor], MFA | Tensor], data: Incomplete) -> None:
         self.data = data
         missing = ~data.observed.flatten(1)  # (N, H·W)
@@ -63,19 +70,27 @@ class Remembered:
         # Sorting puts the missing pixels first; places beyond an image's own point behind its last pixel.
         places = missing.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :count]
         self.places = places.where(missing.gather(1, places), pixels)  # (N, M)
-        parts, logits = [], []
+        parts, logs, counts = [], [], []
         for rows in torch.arange(len(data), device=missing.device).split(CHUNK):
             p = density(*data.at(rows))
             p = MFA.point(p) if isinstance(p, Tensor) else p
             values = torch.cat([p.means.unsqueeze(2), p.noise.unsqueeze(2), p.factors], 2)  # (B, K, 2 + L, C, H, W)
-            parts.append(_gather(values.flatten(4), self.places[rows]))
-            logits.append(p.logits)
-        self.values, self.logits = torch.cat(parts), torch.cat(logits)
+            log = p.logits.log_softmax(1)
+            kept = log > math.log(LEAST)
+            parts.append(_gather(values.flatten(4), self.places[rows])[kept])
+            logs.append(log[kept])
+            counts.append(kept.sum(1))
+        self.values = torch.cat(parts)  # (all that is kept, 2 + L, C, M)
+        each = torch.cat(counts).unsqueeze(1)
+        slot = torch.arange(int(each.max()), device=each.device)
+        # An image with fewer components than others has its last one again, with no weight.
+        self.rows = each.cumsum(0) - each + slot.minimum(each - 1)  # (N, K)
+        self.logits = torch.cat(logs)[self.rows].where(slot < each, NEVER)
 
     def __call__(self, indices: Tensor) -> MFA:
         """The MFA of some images, exact where they are observed."""
         x, observed = self.data.at(indices)
-        values, places = self.values[indices], self.places[indices]
+        values, places = self.values[self.rows[indices]], self.places[indices]
         pixels = x.shape[-2] * x.shape[-1]
         flat = values.new_zeros(*values.shape[:-1], pixels + 1)
         flat.scatter_(-1, places[:, None, None, None].expand(values.shape), values)
@@ -94,7 +109,7 @@ def of_method(method: str, data: Incomplete, tools: dict[str, Any]) -> Take:
     """How a method gives some of these images to its network.
 
     Args:
-        tools: what it may need: "mean" and "knn", fitted imputers; "smfa", a density; "dmfa", a `Remembered` of `data`.
+        tools: what it may need: "mean" and "knn", fitted imputers; "smfa" and "dmfa", a `Remembered` of `data` each.
     """
     if method == "zero":
         return lambda rows: _point(impute.zero(*data.at(rows)))
@@ -109,10 +124,8 @@ def of_method(method: str, data: Incomplete, tools: dict[str, Any]) -> Take:
     if method == "mfa":
         remembered: Remembered = tools["dmfa"]
         return remembered.filled
-    if method == "misconv_smfa":
-        return lambda rows: _without_gradient(tools["smfa"], *data.at(rows))
-    if method == "misconv_dmfa":
-        found: Remembered = tools["dmfa"]
+    if method in ("misconv_smfa", "misconv_dmfa"):
+        found: Remembered = tools[method.removeprefix("misconv_")]
         return found
     raise ValueError(f"method must be one that learns from incomplete images, got {method!r}")
 
@@ -144,13 +157,6 @@ def _constants(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 def _with_mask(x: Tensor, observed: Tensor) -> MFA:
     return _point(torch.cat([impute.zero(x, observed), observed.to(x.dtype)], 1))
-
-
-def _without_gradient(density: nn.Module, x: Tensor, observed: Tensor) -> MFA:
-    with torch.no_grad():
-        p = density(x, observed)
-    assert isinstance(p, MFA)
-    return p
 
 
 def _gather(flat: Tensor, places: Tensor) -> Tensor:
