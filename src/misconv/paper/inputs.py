@@ -20,7 +20,7 @@ from misconv.training import as_floats
 __all__ = ["Incomplete", "Remembered", "complete", "of_method"]
 
 Take = Callable[[Tensor], Any]  # indices (B,) -> what the network takes of these images
-CHUNK = 512  # images that a density sees at a time
+CHUNK = 128  # images that a density sees at a time
 LEAST = 1e-7  # a component with less weight changes no float32
 NEVER = -1e4  # the logarithm of a weight that is 0 in any arithmetic
 
@@ -51,7 +51,7 @@ class Incomplete:
 class Remembered:
     """What a density says of incomplete images, computed once and kept at their missing pixels alone.
 
-    Of a mixture only components that matter are kept: given most of an image, hardly ever more than one of ten.
+    Of a mixture only components that matter are kept: given most of an image, hardly ever more than one.
 
     Args:
         density: (x, observed) -> MFA, or -> filled images, which are kept as points.
