@@ -145,20 +145,14 @@ def test_global_randomness_is_left_alone(fabric: Fabric) -> None:
 
 
 @pytest.mark.parametrize("other", [{"size": SIZE - 1}, {"batch_size": BATCH + 1}])
-def test_jobs_of_different_size_and_length_are_trained_side_by_side(fabric: Fabric, other: dict[str, int]) -> None:
-    together = [job(fabric, 0), job(fabric, 1, **other)]
-    histories = train(together, fabric, epochs=[2, 4], progress=False)
-    assert [len(history) for history in histories] == [2, 4]
-    for seed, arguments in enumerate(({}, other)):
-        alone = job(fabric, seed, **arguments)
-        (history,) = train([alone], fabric, epochs=[2, 4][seed], progress=False)
-        assert history == histories[seed]
-        assert same(alone.module, state(together[seed].module))
-
-
-def test_every_job_has_its_epochs(fabric: Fabric) -> None:
-    with pytest.raises(ValueError, match="zip"):
-        train([job(fabric, 0), job(fabric, 1)], fabric, epochs=[1], progress=False)
+def test_jobs_of_different_size_are_refused(fabric: Fabric, other: dict[str, int], tmp_path: Path) -> None:
+    jobs = [job(fabric), job(fabric, **other)]
+    before = state(jobs[0].module)
+    message = "jobs must have one number of images and one batch size to be trained side by side"
+    with pytest.raises(ValueError, match=message):
+        train(jobs, fabric, epochs=1, checkpoint=tmp_path / "run", progress=False)
+    assert same(jobs[0].module, before)
+    assert not list(tmp_path.iterdir())
 
 
 # Adam by hand ------------------------------------------------------------------------------------------------------
@@ -462,14 +456,14 @@ def test_without_a_score_the_last_epoch_is_taken(fabric: Fabric) -> None:
     assert [sorted(record) for record in history] == [["accuracy", "epoch", "loss"]] * 3
 
 
-def test_patience_is_that_of_each_job(fabric: Fabric) -> None:
+def test_patience_waits_for_the_last_job_that_gets_better(fabric: Fabric) -> None:
     def scripted(*scores: float) -> Job:
         left = iter(scores)
         return job(fabric, evaluate=lambda model: ((score := next(left)), {"score": score}))
 
     jobs = [scripted(*[1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]), scripted(*[3.0, 2.0, 1.0, 2.0, 2.0, 2.0, 2.0])]
     histories = train(jobs, fabric, epochs=7, patience=2, progress=False)
-    assert [len(history) for history in histories] == [3, 5]
+    assert [len(history) for history in histories] == [5, 5]
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
@@ -527,30 +521,27 @@ class Graph:
 
     def replay(self) -> None:
         for run in self.running:
-            if run.full:
-                run.step(run.next())
+            run.step(run.next())
 
 
 @pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The way of a GPU through the engine, on any device; collects the epochs of all jobs at each capture."""
-    captures: list[list[int]] = []
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The way of a GPU through the engine, on any device; collects how many jobs each capture had."""
+    captures: list[int] = []
     real = _engine._Running
 
     def capture(running: list[Any]) -> Graph:
-        captures.append([run.epoch for run in running])
+        captures.append(len(running))
         copies = [run.snapshot() for run in running]
         for run in running:
-            run.cursor.zero_()
-            if run.full:
-                run.step(run.next())
+            run.step(run.next())
         for run, saved in zip(running, copies, strict=True):
             run.restore(saved)
         return Graph(list(running))
 
     monkeypatch.setattr(_engine, "_can_capture", lambda fabric: True)
     monkeypatch.setattr(_engine, "_capture", capture)
-    monkeypatch.setattr(_engine, "_Running", lambda job, epochs, fabric, captured: real(job, epochs, fabric, False))
+    monkeypatch.setattr(_engine, "_Running", lambda job, fabric, captured: real(job, fabric, False))
     return captures
 
 
@@ -560,67 +551,60 @@ def certain() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3))
 
 
-def mixed(fabric: Fabric, **changes: Any) -> tuple[list[Job], list[int]]:
-    """Jobs whose epochs have 3, 2 and 8 full batches, with and without a rest, and different numbers of epochs."""
-    sizes = [{"size": 50}, {"size": 40, "batch_size": 20}, {"size": 83, "batch_size": 10}]
-    jobs = [job(fabric, n, module=certain(), resident=True, **size, **changes) for n, size in enumerate(sizes)]
-    return jobs, [5, 9, 2]
+def resident(fabric: Fabric, **changes: Any) -> list[Job]:
+    """Jobs that can be captured together; they differ in seed, learning rate and norm of gradients."""
+    differences: list[dict[str, Any]] = [{}, {"learning_rate": 3e-2}, {"clip": 0.1}]
+    options: list[dict[str, Any]] = [{"resident": True, **changes, **each} for each in differences]
+    return [job(fabric, n, module=certain(), **each) for n, each in enumerate(options)]
 
 
-def test_a_graph_of_unequal_jobs_trains_each_as_if_alone(fabric: Fabric, captured: list[list[int]]) -> None:
-    together, epochs = mixed(fabric)
-    histories = train(together, fabric, epochs=epochs, progress=False)
-    assert len(captured) == 3  # whenever a job is through, the others are captured anew
-    assert captured[0] == [0, 0, 0]
-    for number, alone in enumerate(mixed(fabric)[0]):
-        alone.resident = False
-        (history,) = train([alone], fabric, epochs=epochs[number], progress=False)
+@pytest.mark.parametrize("size", [SIZE, 2 * BATCH])
+def test_a_graph_trains_each_job_as_if_alone(fabric: Fabric, captured: list[int], size: int) -> None:
+    """Whether or not there is a last batch that the graph cannot take."""
+    together = resident(fabric, size=size)
+    histories = train(together, fabric, epochs=3, progress=False)
+    assert captured == [3]
+    for number, alone in enumerate(resident(fabric, size=size, resident=False)):
+        (history,) = train([alone], fabric, epochs=3, progress=False)
         assert history == histories[number]
         assert same(alone.module, together[number].module)
 
 
 @pytest.mark.usefixtures("captured")
-@pytest.mark.parametrize("crash", range(8))
-def test_a_graph_that_is_killed_goes_on_from_the_last_epoch_of_each_job(
-    fabric: Fabric, tmp_path: Path, crash: int
-) -> None:
-    straight, epochs = mixed(fabric)
-    histories = train(straight, fabric, epochs=epochs, progress=False)
-    broken, _ = mixed(fabric)
+@pytest.mark.parametrize("crash", range(4))
+def test_a_graph_that_is_killed_goes_on_from_the_last_epoch(fabric: Fabric, tmp_path: Path, crash: int) -> None:
+    straight = resident(fabric)
+    histories = train(straight, fabric, epochs=4, progress=False)
+    broken = resident(fabric)
     broken[1].begin = raising_at(crash)
     with pytest.raises(Crash):
-        train(broken, fabric, epochs=epochs, checkpoint=tmp_path / "run", progress=False)
-    again, _ = mixed(fabric)
-    assert train(again, fabric, epochs=epochs, checkpoint=tmp_path / "run", progress=False) == histories
+        train(broken, fabric, epochs=4, checkpoint=tmp_path / "run", progress=False)
+    again = resident(fabric)
+    assert train(again, fabric, epochs=4, checkpoint=tmp_path / "run", progress=False) == histories
     for one, other in zip(again, straight, strict=True):
         assert same(one.module, other.module)
 
 
 def test_what_cannot_be_captured_is_trained_all_the_same(
-    fabric: Fabric, captured: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    fabric: Fabric, captured: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At first, or only after a job has ended in the middle of the epochs of others."""
-    straight, epochs = mixed(fabric)
-    histories = train(straight, fabric, epochs=epochs, progress=False)
-    works = _engine._capture
-    for allowed in (0, 1, 2):
-        left = iter([True] * allowed)
-        monkeypatch.setattr(
-            _engine, "_capture", lambda running, left=left: works(running) if next(left, False) else None
-        )
-        jobs, _ = mixed(fabric)
-        assert train(jobs, fabric, epochs=epochs, progress=False) == histories
-        for one, other in zip(jobs, straight, strict=True):
-            assert same(one.module, other.module)
+    straight = resident(fabric)
+    histories = train(straight, fabric, epochs=3, progress=False)
+    monkeypatch.setattr(_engine, "_capture", lambda running: captured.append(0))  # None: it could not
+    jobs = resident(fabric)
+    assert train(jobs, fabric, epochs=3, progress=False) == histories
+    assert captured == [3, 0]  # it is tried once
+    for one, other in zip(jobs, straight, strict=True):
+        assert same(one.module, other.module)
 
 
-@pytest.mark.usefixtures("captured")
-def test_images_that_fill_no_batch_need_no_graph(fabric: Fabric) -> None:
-    jobs = [job(fabric, 0, size=10, module=certain(), resident=True), job(fabric, 1, module=certain(), resident=True)]
+def test_images_that_fill_no_batch_need_no_graph(fabric: Fabric, captured: list[int]) -> None:
+    jobs = resident(fabric, size=BATCH - 1)
     histories = train(jobs, fabric, epochs=2, progress=False)
-    alone = job(fabric, 0, size=10, module=certain())
-    assert train([alone], fabric, epochs=2, progress=False) == histories[:1]
-    assert same(alone.module, jobs[0].module)
+    assert captured == []
+    alone = resident(fabric, size=BATCH - 1, resident=False)
+    assert train(alone, fabric, epochs=2, progress=False) == histories
+    assert same(alone[2].module, jobs[2].module)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures a real CUDA graph")

@@ -155,14 +155,14 @@ def test_what_is_there_is_only_printed(file: Path, first: tuple[Path, Result]) -
 def test_a_table_that_is_stopped_again_and_again_comes_out_the_same(
     file: Path, first: tuple[Path, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge, epochs = _engine._Running.judge, 0
+    judge, calls = _engine._Running.judge, 0
 
-    def stop(self: Any, **options: bool) -> None:
-        nonlocal epochs
-        epochs += 1
-        if epochs % 12 == 0:
+    def stop(self: Any, epoch: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 12 == 0:
             raise KeyboardInterrupt
-        judge(self, **options)
+        judge(self, epoch)
 
     monkeypatch.setattr(_engine._Running, "judge", stop)
     results = [digits("1", file, tmp_path)]

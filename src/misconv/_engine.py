@@ -80,7 +80,7 @@ def train(
     jobs: Sequence[Job],
     fabric: Fabric,
     *,
-    epochs: int | Sequence[int],
+    epochs: int,
     patience: int | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_seconds: float = 0.0,
@@ -91,9 +91,8 @@ def train(
     """Train all jobs; leaves every module with its best parameters and in evaluation mode.
 
     Args:
-        jobs: of any sizes; each has its own epochs.
-        epochs: of all jobs, or of each.
-        patience: a job stops after so many epochs in which it got no better.
+        jobs: of one number of images and one batch size.
+        patience: stop after so many epochs in which no job got better.
         checkpoint: a file to continue from if it exists, and to write after an epoch.
         checkpoint_seconds: the least time between two writes; with 0, the default, every epoch is written.
         progress, title, stays: of a bar.
@@ -101,42 +100,41 @@ def train(
     Returns:
         For every job a record per epoch.
     """
-    counts = [epochs] * len(jobs) if isinstance(epochs, int) else list(epochs)
+    if len({(job.size, job.batch_size) for job in jobs}) != 1:
+        raise ValueError("jobs must have one number of images and one batch size to be trained side by side")
     captured = all(job.resident for job in jobs) and _can_capture(fabric)
-    running = [_Running(job, count, fabric, captured) for job, count in zip(jobs, counts, strict=True)]
+    running = [_Running(job, fabric, captured) for job in jobs]
     settings = {"jobs": [job.settings for job in jobs]} if len(jobs) > 1 else jobs[0].settings
     if checkpoint is not None and Path(checkpoint).exists():
         tensors, meta = read(checkpoint, settings)
         for number, run in enumerate(running):
             run.load(_under(f"{number}.", tensors), meta["jobs"][number])
-    for run in running:
-        run.keep(captured and checkpoint is not None)
-    active, written = [run for run in running if not run.over(patience)], time.monotonic()
+    done, written = len(running[0].history), time.monotonic()
+    full = running[0].full
     graph: torch.cuda.CUDAGraph | None = None
-    done = sum(len(run.history) for run in running)
-    with progress_bar(progress and fabric.global_rank == 0, title, sum(counts), done, stays=stays) as advance:
-        while active:
-            for run in active:
-                run.begin()
-            if captured and graph is None and any(run.full for run in active):
-                graph = _capture(active)
+    with progress_bar(progress and fabric.global_rank == 0, title, epochs, done, stays=stays) as advance:
+        for epoch in range(done, epochs):
+            if patience is not None and epoch > 0 and epoch - 1 - max(r.best_epoch for r in running) >= patience:
+                break
+            for run in running:
+                run.begin(epoch)
+            if captured and graph is None and full:
+                graph = _capture(running)
                 captured = graph is not None
             if graph is not None:
-                # Up to where the first of them ends an epoch; the number of epochs so far tells stretches apart.
-                with _seeded(jobs[0].seed, sum(len(run.history) for run in running), fabric.device):
-                    _replay(graph, active)
-            for run in [run for run in active if graph is None or run.left == 0]:
-                with _seeded(run.job.seed, run.epoch, fabric.device, rest=graph is not None):
-                    run.finish()
-                run.judge(keep=graph is not None and checkpoint is not None)
-                advance(run.history[-1])
+                with _seeded(jobs[0].seed, epoch, fabric.device):
+                    for _ in range(full):
+                        graph.replay()
+            for run in running:
+                with _seeded(run.job.seed, epoch, fabric.device, rest=graph is not None):
+                    run.finish(skip=full if graph is not None else 0)
+                run.judge(epoch)
             if checkpoint is not None and time.monotonic() - written >= checkpoint_seconds:
                 if fabric.global_rank == 0:
                     tensors = {f"{n}.{key}": t for n, run in enumerate(running) for key, t in run.tensors().items()}
                     store.write(checkpoint, tensors, {"settings": settings, "jobs": [r.numbers() for r in running]})
                 written = time.monotonic()
-            if any(run.over(patience) for run in active):
-                active, graph = [run for run in active if not run.over(patience)], None
+            advance(running[0].history[-1])
     for run in running:
         run.job.module.load_state_dict(run.best)
         run.job.module.eval()
@@ -146,8 +144,8 @@ def train(
 class _Running:
     """A job on its way."""
 
-    def __init__(self, job: Job, epochs: int, fabric: Fabric, captured: bool) -> None:
-        self.job, self.epochs, self.fabric = job, epochs, fabric
+    def __init__(self, job: Job, fabric: Fabric, captured: bool) -> None:
+        self.job, self.fabric = job, fabric
         job.module.to(fabric.device)
         rate = _rate(job.learning_rate, 0)
         # A captured step reads its learning rate from the device; so does Adam count its steps there.
@@ -162,25 +160,13 @@ class _Running:
         self.best_score, self.best_epoch = math.inf, -1
         self.best = copy.deepcopy(job.module.state_dict())
         self.full = _full(job.size, job.batch_size, fabric.world_size)
-        self.left = 0  # full batches that a graph has still to do in this epoch
-        self.epoch = -1  # the one that has begun
-        self.kept: dict[str, Tensor] | None = None  # the state at the end of the last epoch, if that is not now
         self.order = torch.zeros(self.full, job.batch_size, dtype=torch.int64, device=fabric.device)
         self.cursor = torch.zeros(1, dtype=torch.int64, device=fabric.device)
         self.sums = torch.zeros(job.figures, dtype=torch.float64, device=fabric.device)
         self.batches: list[Tensor] = []
 
-    def over(self, patience: int | None) -> bool:
-        """Whether all epochs are done, or too many since the best."""
-        done = len(self.history)
-        return done >= self.epochs or (patience is not None and done > 0 and done - 1 - self.best_epoch >= patience)
-
-    def begin(self) -> None:
-        """Shuffle, set the learning rate, let the job prepare itself; nothing if the epoch has begun already."""
-        if self.epoch == len(self.history):
-            return
-        self.epoch = epoch = len(self.history)
-        self.left = self.full
+    def begin(self, epoch: int) -> None:
+        """Shuffle, set the learning rate, let the job prepare itself."""
         shuffled = torch.randperm(self.job.size, generator=generator(self.job.seed, epoch), device="cpu")
         self.batches = list(_batches(shuffled, self.job.batch_size, self.fabric.world_size))
         if self.full:
@@ -216,14 +202,13 @@ class _Running:
         self.optimizer.step()
         self.sums += figures.detach()
 
-    def finish(self) -> None:
+    def finish(self, skip: int) -> None:
         """The batches of the epoch that no graph has done."""
-        for indices in self.batches[self.full - self.left :]:
+        for indices in self.batches[skip:]:
             self.step(indices)
 
-    def judge(self, *, keep: bool = False) -> None:
-        """Validate, keep the parameters if they are the best so far, and where asked a copy of the state."""
-        epoch = self.epoch
+    def judge(self, epoch: int) -> None:
+        """Validate, and keep the parameters if they are the best so far."""
         total = self.fabric.all_reduce(self.sums, reduce_op="sum")
         assert isinstance(total, Tensor)
         sums = total.tolist()
@@ -238,31 +223,27 @@ class _Running:
         if score < self.best_score or score == -math.inf:
             self.best_score, self.best_epoch = score, epoch
             self.best = copy.deepcopy(self.job.module.state_dict())
-        self.keep(keep)
-
-    def keep(self, wanted: bool = True) -> None:
-        """Copy the state at the end of an epoch: a graph goes on with this one before all others have ended theirs."""
-        self.kept = None
-        if wanted:
-            self.kept = {name: value.clone() for name, value in self.tensors().items()}
 
     # Saved and put back ----------------------------------------------------------------------------------------------
 
     def snapshot(self) -> list[dict[str, Tensor]]:
-        """Copies of all that a step changes."""
-        return [{k: v.clone() for k, v in part.items()} for part in (self._module(), self._optimizer(), self._place())]
+        """Copies of all that a step changes in the module and its optimizer."""
+        return [{k: v.clone() for k, v in part.items()} for part in (self._module(), self._optimizer())]
 
     def restore(self, copies: list[dict[str, Tensor]]) -> None:
-        """Put copies back where they were taken, in place; an optimizer without state starts from zero."""
+        """Put copies back where they were taken, in place, and start the epoch again.
+
+        An optimizer without state starts from zero.
+        """
         with torch.no_grad():
-            for part, saved in zip((self._module(), self._optimizer(), self._place()), copies, strict=True):
+            for part, saved in zip((self._module(), self._optimizer()), copies, strict=True):
                 for name, value in part.items():
                     value.copy_(saved[name]) if name in saved else value.zero_()
+        self.cursor.zero_()
+        self.sums.zero_()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of this job, besides `numbers`: the state at the end of an epoch."""
-        if self.kept is not None:
-            return self.kept
+        """What a checkpoint holds of this job, besides `numbers`."""
         found = {f"model.{k}": v for k, v in self._module().items()}
         found |= {f"best.{k}": v for k, v in self.best.items()}
         return found | {f"optimizer.{k}": v for k, v in self._optimizer().items()}
@@ -287,9 +268,6 @@ class _Running:
         self.history, self.best_score = numbers["history"], numbers["best_score"]
         self.best_epoch = numbers["best_epoch"]
 
-    def _place(self) -> dict[str, Tensor]:
-        return {"cursor": self.cursor, "sums": self.sums}
-
     def _module(self) -> dict[str, Tensor]:
         return dict(self.job.module.state_dict())
 
@@ -313,8 +291,6 @@ def _capture(running: Sequence[_Running]) -> torch.cuda.CUDAGraph | None:
     streams = [torch.cuda.Stream() for _ in running]
     copies = [run.snapshot() for run in running]
     seed = torch.cuda.get_rng_state()
-    for run in running:
-        run.cursor.zero_()  # some may stand near the end of an epoch
     _branch(running, streams, _WARM_UP)
     torch.cuda.synchronize()
     for run, saved in zip(running, copies, strict=True):
@@ -330,15 +306,6 @@ def _capture(running: Sequence[_Running]) -> torch.cuda.CUDAGraph | None:
     finally:
         torch.cuda.set_rng_state(seed)
     return graph
-
-
-def _replay(graph: torch.cuda.CUDAGraph, running: Sequence[_Running]) -> None:
-    """As many steps of all jobs as none of them ends its epoch before."""
-    steps = min(run.left for run in running)
-    for _ in range(steps):
-        graph.replay()
-    for run in running:
-        run.left -= steps
 
 
 def _branch(running: Sequence[_Running], streams: Sequence[torch.cuda.Stream], steps: int) -> None:
