@@ -24,9 +24,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from misconv.paper import printed, tables
+from misconv.paper import printed, scores, tables
 from misconv.paper.printed import COMPLETE, METHODS
-from misconv.paper.tables import BASELINES, Record, Table
+from misconv.paper.scores import BASELINES, Record
+from misconv.paper.tables import Table
 
 ROOT = Path(__file__).parent.parent
 
@@ -153,7 +154,7 @@ def times(records: Sequence[Record]) -> Table:
     for name in datasets(records):
         taken = [[r["seconds"] for r in found if r["dataset"] == name] for found in columns.values()]
         cells = [f"{duration(sum(t))} ({len(t)})" if t else "–" for t in taken]
-        rows.append([tables.title_of(records, name), *cells])
+        rows.append([scores.title_of(records, name), *cells])
     return Table(None, "How long it took", ["data set", *columns], rows)
 
 
@@ -166,7 +167,7 @@ def circumstances(records: Sequence[Record]) -> str:
         commits = distinct(r.get("commit") for r in mine)
         versions = distinct(", ".join(f"{k} {v}" for k, v in (r.get("versions") or {}).items() if v) for r in mine)
         seeds = ", ".join(map(str, sorted({r["seed"] for r in mine if r.get("seed") is not None})))
-        title = tables.title_of(records, name)
+        title = scores.title_of(records, name)
         lines.append(
             f"- {title}: {devices}; {versions}; commit {commits}; seeds {seeds or 'none'}; {len(mine)} records."
         )
@@ -198,7 +199,7 @@ def page(sources: Mapping[str, list[Record]], benchmark: Mapping[str, Any] | Non
     shown = [f"![{text}](pictures/{name})\n\n*{text}*" for name, text in FIGURES.items() if pictures.get(name)]
     parts += ["## Pictures", *shown] if shown else []
     parts += ["## What was decided", "\n".join([PROTOCOL, *earlier(records), "- Whatever came out stands here."])]
-    titles = [tables.title_of(records, name) for name in datasets(records)]
+    titles = [scores.title_of(records, name) for name in datasets(records)]
     notes = [f"- {title}: {note}" for title in titles for word, note in DATA.items() if word in title]
     parts += ["## The data", "\n".join(notes)] if notes else []
     spent = times(records)
@@ -219,7 +220,7 @@ def earlier(records: Sequence[Record]) -> list[str]:
         "within 500 steps. The low numbers that the paper prints for some methods on SVHN may have the same cause."
     ]
     old = [
-        tables.title_of(records, name)
+        scores.title_of(records, name)
         for name in datasets(records, "classification", "ablation")
         if any(r["commit"] in EARLIER for r in records if r["dataset"] == name and r.get("method"))
     ]
@@ -266,10 +267,10 @@ def accuracy_plot(records: Sequence[Record]) -> Figure | None:
         paper = {m: 100 * v for m, v in printed.incomplete(name).items()}
         colours = {m: GREY if m in COMPLETE else PINK if m.startswith("misconv") else BLUE for m in methods}
         strips(axis, values, colours, paper, "{:.1f}")
-        ahead = tables.margins(mine, name)[-1:]
+        ahead = scores.margins(mine, name)[-1:]
         lines = [f"{METHODS[m.method]}: {m.difference} over {METHODS[m.baseline]}" for m in ahead]
         lines += [m.chance for m in ahead if m.p is not None]
-        head(axis, tables.title_of(mine, name), ", ".join(lines))
+        head(axis, scores.title_of(mine, name), ", ".join(lines))
         axis.set_xlabel("incomplete test images classified correctly, %")
     axes[0].set_yticks(range(len(methods)), [METHODS[m] + (" *" if m in COMPLETE else "") for m in methods])
     legend(figure, any(printed.incomplete(name) for name in names), "* trained on complete images")
@@ -281,9 +282,9 @@ def ablation_plot(records: Sequence[Record]) -> Figure | None:
     mine = [r for r in records if r["kind"] == "ablation" and r["shape"] == "square"]
     found: dict[str, dict[str, list[float]]] = {}
     for name in datasets(mine):
-        whole = tables.scores(mine, dataset=name, variant="everything")
+        whole = scores.scores(mine, dataset=name, variant="everything")
         for variant in [row[0] for row in tables.ablation(mine).rows if row[0] != "everything"]:
-            other = tables.scores(mine, dataset=name, variant=variant)
+            other = scores.scores(mine, dataset=name, variant=variant)
             points = [100 * (other[seed] - whole[seed]) for seed in whole if seed in other]
             found.setdefault(name, {})[variant] = points
     found = {name: values for name, values in found.items() if any(values.values())}
@@ -294,7 +295,7 @@ def ablation_plot(records: Sequence[Record]) -> Figure | None:
     for axis, (name, values) in zip(axes, found.items(), strict=True):
         axis.axvline(0, color=GREY, linewidth=1)
         strips(axis, values, dict.fromkeys(variants, PINK), {}, "{:+.2f}")
-        head(axis, tables.title_of(mine, name), "")
+        head(axis, scores.title_of(mine, name), "")
         axis.set_xlabel("points against the whole recipe, seed by seed")
     scale(axes[0], [0.0, *(v for values in found.values() for dots in values.values() for v in dots)], [])
     axes[0].set_yticks(range(len(variants)), variants)
@@ -305,7 +306,7 @@ def ablation_plot(records: Sequence[Record]) -> Figure | None:
 def accuracies(records: Sequence[Record], dataset: str, method: str) -> list[float]:
     """Of every seed, in per cent; GT is never tested on incomplete images."""
     key = "accuracy_complete" if method == "gt" else "accuracy_incomplete"
-    return [100 * v for v in tables.scores(records, key, dataset=dataset, method=method).values()]
+    return [100 * v for v in scores.scores(records, key, dataset=dataset, method=method).values()]
 
 
 def panels(count: int, lines: int, sharex: bool = False) -> tuple[Figure, Sequence[Axes]]:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from scipy.stats import ttest_rel
 
-from misconv.paper import printed, tables
-from misconv.paper.tables import Margin, Record, Table
+from misconv.paper import printed, scores, tables
+from misconv.paper.scores import Margin, Record
+from misconv.paper.tables import Table
 
 ROOT = Path(__file__).parent.parent
 BENCH = ROOT / "benchmarks" / "results" / "layer-cuda.json"
@@ -265,7 +266,7 @@ def test_records_that_contradict_each_other_are_refused() -> None:
 
 
 def test_the_paired_test_is_that_of_scipy() -> None:
-    dmfa, plus = tables.margins(MNIST, "mnist")
+    dmfa, plus = scores.margins(MNIST, "mnist")
     assert (dmfa.method, dmfa.baseline, dmfa.seeds) == ("misconv_dmfa", "mask", 3)
     assert dmfa.points == pytest.approx(0.6)
     assert dmfa.p == pytest.approx(ttest_rel(DMFA, MASK).pvalue)
@@ -281,7 +282,7 @@ def test_seeds_are_paired_whatever_their_order() -> None:
         *reversed(runs({"misconv_dmfa": DMFA})),
         run("misconv_dmfa", 7, 1.0),
     ]
-    (margin,) = tables.margins(records, "mnist")
+    (margin,) = scores.margins(records, "mnist")
     assert margin.seeds == 3
     assert margin.points == pytest.approx(0.6)
     assert margin.p == pytest.approx(ttest_rel(DMFA, MASK).pvalue)
@@ -289,17 +290,17 @@ def test_seeds_are_paired_whatever_their_order() -> None:
 
 def test_without_spread_there_is_no_test() -> None:
     records = runs({"zero": (0.91, 0.92, 0.93), "misconv_dmfa": (0.92, 0.93, 0.94), "misconv_plus": (0.91, 0.92, 0.93)})
-    ahead, equal = tables.margins(records, "mnist")
+    ahead, equal = scores.margins(records, "mnist")
     assert (ahead.p, ahead.chance) == (None, "no test, the same for every seed")
     assert (equal.p, equal.difference) == (None, "+0.00")
     assert ahead.points == pytest.approx(1)
 
 
 def test_too_few_seeds() -> None:
-    assert tables.margins(MNIST, "svhn") == []
-    assert tables.margins(runs({"zero": ZERO}), "mnist") == []
+    assert scores.margins(MNIST, "svhn") == []
+    assert scores.margins(runs({"zero": ZERO}), "mnist") == []
     apart = [run("zero", 0, 0.9), run("misconv_plus", 1, 0.92)]
-    (margin,) = tables.margins(apart, "mnist")
+    (margin,) = scores.margins(apart, "mnist")
     assert (margin.seeds, margin.p) == (0, None)
     assert str(margin) == "MisConv+ against zero: +2.00 points (no test, fewer than two seeds in common)"
 
@@ -315,7 +316,7 @@ def test_words_of_a_margin() -> None:
 def test_a_missing_scipy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
     with pytest.raises(ImportError, match=r"the paired test needs scipy: pip install 'misconv\[demo\]'"):
-        tables.margins(MNIST, "mnist")
+        scores.margins(MNIST, "mnist")
 
 
 # The page ----------------------------------------------------------------------------------------------------------

@@ -28,12 +28,13 @@ from misconv.paper.densities import job_of, make_density
 from misconv.paper.inputs import Incomplete, Remembered, Take, complete, of_method
 from misconv.paper.networks import Classifier, first_layer
 from misconv.paper.printed import METHODS as ROWS
+from misconv.paper.scores import Record
 from misconv.training import classifier_job, count_right, fit_density, train
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["BASELINES", "METHODS", "SETTINGS", "SHAPES", "Experiment"]
+__all__ = ["METHODS", "SETTINGS", "SHAPES", "Experiment"]
 
 # The paper's appendix A. Of the convolutional density the text says a learning rate of 4e-5, then 1e-5; the authors'
 # code runs 4e-4, then 1e-4, and so do we. The paper says nothing of the size of SMFA; here it is that of their code.
@@ -75,13 +76,10 @@ SHAPES = {"square": 1 / 4, "trapezoid": 1 / 2, "noise": 3 / 4}  # and how much o
 VALIDATION = 0.1
 NEIGHBOURS, DONORS = 5, 5000  # of k-NN
 METHODS = ("zero", "mask", "mean", "knn", "partial", "mfa", "misconv_smfa", "misconv_dmfa", "gt")
-BASELINES = ("zero", "mask", "mean", "knn", "partial", "mfa")
 NAMES = {"smfa": "SMFA", "dmfa": "DMFA", "plus": "DMFA+"}
 DENSITY_OF = {"mfa": "dmfa", "misconv_dmfa": "dmfa", "misconv_smfa": "smfa"}
 # How many classifiers are trained in one CUDA graph, and how often their state is put on the disk.
 SIDE_BY_SIDE, CHECKPOINT_SECONDS = 48, 60.0
-
-Record = dict[str, Any]
 
 
 class Experiment:

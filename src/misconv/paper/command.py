@@ -24,8 +24,9 @@ from misconv import bench, data, store
 from misconv._session import one_device
 from misconv.paper import tables
 from misconv.paper.cache import Cache
-from misconv.paper.classification import METHODS, SETTINGS, SHAPES, Experiment, Record
+from misconv.paper.classification import METHODS, SETTINGS, SHAPES, Experiment
 from misconv.paper.plus import PLUS, run_plus, variants_of
+from misconv.paper.scores import Record
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric

@@ -28,9 +28,10 @@ from torch import Tensor, nn
 
 from misconv import impute, missing
 from misconv.mfa import MFA
-from misconv.paper.classification import VALIDATION, Experiment, Record
+from misconv.paper.classification import VALIDATION, Experiment
 from misconv.paper.inputs import Incomplete, Remembered, Take
 from misconv.paper.networks import Classifier, first_layer
+from misconv.paper.scores import Record
 from misconv.training import as_floats, classifier_job, falling, train
 
 __all__ = ["PLUS", "VARIANTS", "Augmented", "Plus", "run_plus", "variants_of"]

@@ -1,7 +1,6 @@
 """The paper's tables, with our numbers beside the printed ones.
 
-Tables are made from *records*: plain dicts, one for each data set, shape, method and seed (or density), as the
-experiments write them. Accuracies are means ± standard deviations over seeds, differences are paired by seed.
+Accuracies are means ± standard deviations over seeds, differences are paired by seed.
 """
 
 from __future__ import annotations
@@ -13,15 +12,11 @@ from typing import Any
 
 from misconv.paper import printed
 from misconv.paper.printed import COMPLETE, METHODS, TITLES
+from misconv.paper.scores import OURS, Record, Scores, margin, margins, of, of_method, scores, title_of
 
-__all__ = ["BASELINES", "NUMBERS", "Margin", "Record", "Table", "ablation", "make", "margins", "scores", "title_of"]
-
-Record = dict[str, Any]
-Scores = dict[Any, float]  # by seed
+__all__ = ["EVERYTHING", "NUMBERS", "PAPER", "Table", "ablation", "make"]
 
 NUMBERS = (1, 2, 6, 7, 8, 9, 10)
-BASELINES = ("zero", "mask", "mean", "knn", "partial", "mfa")
-OURS = ("misconv_dmfa", "misconv_plus")
 SHAPES = ("square", "trapezoid", "noise")
 EVERYTHING, PAPER = "everything", "paper's settings"  # the first and the last row of an ablation
 # A density's measures: title, decimals here, the better end. The paper prints two decimals.
@@ -62,39 +57,6 @@ class Table:
         return "\n".join(lines) + ("\n\n" + "\n".join(notes) if notes else "")
 
 
-@dataclass(frozen=True)
-class Margin:
-    """How far one method is ahead of another, over the seeds that both have.
-
-    `p` is that of the two-sided paired t-test; None where it cannot be had: fewer than two seeds, or no spread.
-    """
-
-    method: str
-    baseline: str
-    points: float
-    seeds: int
-    p: float | None
-
-    @property
-    def chance(self) -> str:
-        """What the test says, in a few words."""
-        if self.seeds < 2:
-            return "no test, fewer than two seeds in common"
-        if self.p is None:
-            return "no test, the same for every seed"
-        return "p < 0.001" if self.p < 0.001 else f"p = {self.p:.3f}"
-
-    @property
-    def difference(self) -> str:
-        """The points with their sign."""
-        return _minus(f"{self.points:+.2f}")
-
-    def __str__(self) -> str:
-        method, baseline = METHODS.get(self.method, self.method), METHODS.get(self.baseline, self.baseline)
-        over = f" over {self.seeds} seeds" if self.p is not None else ""
-        return f"{method} against {baseline}: {self.difference} points ({self.chance}{over})"
-
-
 def make(
     number: int,
     records: Sequence[Record],
@@ -127,7 +89,7 @@ def make(
 
 def ablation(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
     """What the ingredients of MisConv+ are worth: every row is trained again, and compared with the whole by seed."""
-    mine = _of(records, kind="ablation", shape="square")
+    mine = of(records, kind="ablation", shape="square")
     chosen = _datasets(mine, datasets)
     rows = {variant: [variant] for variant in _variants(mine)}
     columns, counts = ["variant"], []
@@ -138,7 +100,7 @@ def ablation(records: Sequence[Record], datasets: Sequence[str] | None = None) -
         columns += [title, f"{title}: points against {EVERYTHING}"]
         for variant, cell in _cells(found).items():
             known = variant != EVERYTHING and whole and found[variant]
-            against = _margin(variant, found[variant], EVERYTHING, whole) if known else None
+            against = margin(variant, found[variant], EVERYTHING, whole) if known else None
             points = (
                 against.difference + (f" ({against.chance})" if against.p is not None else "") if against else NOTHING
             )
@@ -148,35 +110,6 @@ def ablation(records: Sequence[Record], datasets: Sequence[str] | None = None) -
         f"“{EVERYTHING}” is MisConv+ as a whole. Points are paired by seed, p is that of the paired t-test.",
     ]
     return Table(None, "What the ingredients of MisConv+ are worth", columns, list(rows.values()), notes)
-
-
-def margins(
-    records: Sequence[Record], dataset: str, shape: str = "square", key: str = "accuracy_incomplete"
-) -> list[Margin]:
-    """MisConv (DMFA) and MisConv+ against the baseline with the best mean; empty where one side has no records."""
-    found = {m: _scores_of(records, dataset, shape, m, key) for m in (*BASELINES, *OURS)}
-    known = [m for m in BASELINES if found[m]]
-    if not known:
-        return []
-    best = max(known, key=lambda m: fmean(found[m].values()))
-    return [_margin(m, found[m], best, found[best]) for m in OURS if found[m]]
-
-
-def scores(records: Iterable[Record], key: str = "accuracy_incomplete", **wanted: Any) -> Scores:
-    """One number of all records that are as wanted, by seed; records of one seed must agree."""
-    found: Scores = {}
-    for record in _of(records, **wanted):
-        value, seed = record.get(key), record.get("seed")
-        if value is not None and found.setdefault(seed, value) != value:
-            what = ", ".join(map(str, wanted.values()))
-            raise ValueError(f"records must agree, got {key} {found[seed]} and {value} for {what}, seed {seed}")
-    return found
-
-
-def title_of(records: Iterable[Record], dataset: str) -> str:
-    """What the records call a data set; the paper's name, or its own, if they do not say."""
-    given = [r["title"] for r in _of(records, dataset=dataset) if r.get("title")]
-    return str(given[0]) if given else TITLES.get(dataset, dataset)
 
 
 # The tables --------------------------------------------------------------------------------------------------------
@@ -194,7 +127,7 @@ class _Group:
 
 
 def _accuracy(number: int, records: Sequence[Record], datasets: Sequence[str] | None) -> Table:
-    mine = _of(records, kind="classification", shape="square")
+    mine = of(records, kind="classification", shape="square")
     images = "incomplete" if number == 1 else "complete"
     groups = []
     for dataset in _datasets(mine, datasets):
@@ -208,7 +141,7 @@ def _accuracy(number: int, records: Sequence[Record], datasets: Sequence[str] | 
 
 
 def _shapes(records: Sequence[Record], datasets: Sequence[str] | None) -> Table:
-    mine = _of(records, kind="classification")
+    mine = of(records, kind="classification")
     other = [r["dataset"] for r in mine if r["shape"] in SHAPES[1:]]
     chosen = list(datasets or dict.fromkeys(other) or ["mnist"])
     groups = []
@@ -233,12 +166,12 @@ def _methods(
     rows = {method: [f"{name} *" if method in COMPLETE else name] for method, name in METHODS.items()}
     ahead, counts = [], []
     for g in groups:
-        found = {m: _scores_of(records, g.dataset, g.shape, m, key) for m in METHODS}
+        found = {m: of_method(records, g.dataset, g.shape, m, key) for m in METHODS}
         counts.append((g.title, _count(found)))
         for method, cell in _cells(found, apart=COMPLETE).items():
             follows = method == "acflow" and cell == NOTHING
             rows[method] += [_number(g.printed.get(method)), "to follow" if follows else cell]
-        ahead += [f"{g.title}, {margin}." for margin in margins(records, g.dataset, g.shape, key)]
+        ahead += [f"{g.title}, {each}." for each in margins(records, g.dataset, g.shape, key)]
         if number == 1 and g.dataset == "cifar10" and found["gt"]:
             bound = fmean(found["gt"].values())
             ahead += [
@@ -256,7 +189,7 @@ def _methods(
 
 def _two(number: int, records: Sequence[Record], datasets: Sequence[str] | None) -> Table:
     """Data sets by two methods."""
-    mine = _of(records, kind="classification", shape="square")
+    mine = of(records, kind="classification", shape="square")
     numbers, names, what = (
         (printed.TABLE6, ("SMFA", "DMFA"), "Accuracy of MisConv with SMFA and with DMFA")
         if number == 6
@@ -266,31 +199,31 @@ def _two(number: int, records: Sequence[Record], datasets: Sequence[str] | None)
     rows, notes, counts = [], [], []
     for dataset in _datasets(mine, datasets):
         title, paper = title_of(mine, dataset), numbers.get(dataset, {})
-        found = {m: _scores_of(mine, dataset, "square", m) for m in (first, second)}
+        found = {m: of_method(mine, dataset, "square", m) for m in (first, second)}
         counts.append((title, _count(found)))
         rows.append([title, *(cell for m, ours in _cells(found).items() for cell in (_number(paper.get(m)), ours))])
         if all(found.values()):
-            notes.append(f"{title}, {_margin(second, found[second], first, found[first])}.")
+            notes.append(f"{title}, {margin(second, found[second], first, found[first])}.")
     columns = ["data set", *(head for name in names for head in (name + FROM, _here(name)))]
     notes.insert(0, f"Accuracy on incomplete test images. {_over(counts)}.")
     return _shown(Table(number, what, columns, rows, notes))
 
 
 def _quality(records: Sequence[Record], datasets: Sequence[str] | None) -> Table:
-    mine = _of(records, kind="density", shape="square")
+    mine = of(records, kind="density", shape="square")
     chosen = _datasets(mine, datasets, ("svhn",))
     rows: list[list[str]] = []
     counts = []
     for dataset in chosen:
         title, numbers = title_of(mine, dataset), printed.TABLE7.get(dataset, {})
-        names = [n for n in ("SMFA", "DMFA", "DMFA+") if n in numbers or _of(mine, dataset=dataset, density=n)]
+        names = [n for n in ("SMFA", "DMFA", "DMFA+") if n in numbers or of(mine, dataset=dataset, density=n)]
         block = {name: [title, name] for name in names}
         for measure, (_, digits, better) in MEASURES.items():
             found = {name: scores(mine, measure, dataset=dataset, density=name) for name in names}
             for name, cell in _cells(found, digits, better).items():
                 block[name] += [_number(numbers.get(name, {}).get(measure), 2), cell]
         rows += block.values()
-        images = {r["images"] for r in _of(mine, dataset=dataset) if r.get("images")}
+        images = {r["images"] for r in of(mine, dataset=dataset) if r.get("images")}
         counts += [f"{title}: {int(n):,}" for n in sorted(images)]
     over = f" ({'; '.join(counts)})" if counts else ""
     notes = [
@@ -328,19 +261,6 @@ def _times(benchmark: Mapping[str, Any] | None) -> Table:
 # Records -----------------------------------------------------------------------------------------------------------
 
 
-def _of(records: Iterable[Record], **wanted: Any) -> list[Record]:
-    return [r for r in records if all(r.get(name) == value for name, value in wanted.items())]
-
-
-def _scores_of(
-    records: Sequence[Record], dataset: str, shape: str, method: str, key: str = "accuracy_incomplete"
-) -> Scores:
-    wanted = {"kind": "classification", "dataset": dataset, "method": method}
-    if method == "gt":  # never sees a missing pixel, whatever the shape
-        key, shape = "accuracy_complete", shape if _of(records, shape=shape, **wanted) else "square"
-    return scores(records, key, shape=shape, **wanted)
-
-
 def _datasets(records: Sequence[Record], asked: Sequence[str] | None, paper: Iterable[str] = TITLES) -> list[str]:
     """Those asked for, else those with records, the paper's first."""
     known = {r["dataset"]: None for r in records}
@@ -353,37 +273,12 @@ def _variants(records: Sequence[Record]) -> list[str]:
     return sorted(dict.fromkeys(str(r["variant"]) for r in records), key=lambda variant: order.get(variant, 1))
 
 
-# Statistics --------------------------------------------------------------------------------------------------------
-
-
-def _margin(method: str, ours: Scores, baseline: str, others: Scores) -> Margin:
-    both = [seed for seed in ours if seed in others]
-    pairs = [(ours[seed], others[seed]) for seed in both]
-    apart = fmean(a - b for a, b in pairs) if pairs else fmean(ours.values()) - fmean(others.values())
-    return Margin(method, baseline, 100 * apart, len(both), _chance(pairs))
-
-
-def _chance(pairs: Sequence[tuple[float, float]]) -> float | None:
-    # Without any spread, but for rounding, t is infinite or 0/0: scipy would warn, and its p would mean nothing.
-    if len(pairs) < 2 or stdev(a - b for a, b in pairs) < 1e-9:
-        return None
-    try:
-        from scipy.stats import ttest_rel
-    except ImportError as error:
-        raise ImportError("the paired test needs scipy: pip install 'misconv[demo]'") from error
-    return float(ttest_rel(*zip(*pairs, strict=True)).pvalue)
-
-
 # Words -------------------------------------------------------------------------------------------------------------
 
 
 def _number(value: float | None, digits: int = 3) -> str:
     """In the paper's tables and ours alike: .926, −1127.71."""
-    return NOTHING if value is None else _minus(f"{value:.{digits}f}".removeprefix("0"))
-
-
-def _minus(text: str) -> str:
-    return text.replace("-", "−")
+    return NOTHING if value is None else f"{value:.{digits}f}".removeprefix("0").replace("-", "−")
 
 
 def _cells(
