@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from misconv import MFA, SMFA, ConvDMFA, _engine, _session, data, fit_density, missing, store
 from misconv._engine import Job, train
+from misconv._jobs import classifier_job
 from misconv.paper.networks import Classifier, first_layer
-from misconv.training import classifier_job
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric

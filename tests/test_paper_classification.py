@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from misconv import MFA, SMFA, data, impute, store, training
+from misconv import MFA, SMFA, _jobs, data, impute, store
 from misconv._provenance import commit
 from misconv.data import ImageSet
 from misconv.paper import classification, densities, plus
@@ -600,7 +600,7 @@ def test_killed_while_a_density_is_fitted_it_ends_with_the_same_one(
     expected = Spied(tmp_path / "straight", settings=settings).density(kind)
     for number in range(3):
         folder = tmp_path / str(number)
-        place, name = (SMFA, "iterate") if kind == "smfa" else (training, "hide")
+        place, name = (SMFA, "iterate") if kind == "smfa" else (_jobs, "hide")
         # What the validation images show is drawn first, and then what is hidden in each epoch.
         with dying(monkeypatch, place, name, number + (kind == "dmfa")), pytest.raises(Crash):
             Spied(folder, settings=settings).density(kind)
@@ -694,7 +694,7 @@ def test_several_shapes_are_hidden_while_a_density_is_trained() -> None:
 
 
 def test_a_rate_that_falls_and_rates_that_change() -> None:
-    falling = training.falling(2e-3, 10)
+    falling = _jobs.falling(2e-3, 10)
     values = [falling(epoch) for epoch in range(10)]
     assert values[0] == pytest.approx(2e-3)
     assert values[5] == pytest.approx(1e-3)

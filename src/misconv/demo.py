@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from misconv import data, impute
+from misconv._jobs import falling
 from misconv._session import one_device
 from misconv.density import SMFA, ConvDMFA
 from misconv.layers import MisConv2d
 from misconv.mfa import MFA
 from misconv.missing import hide, observe, square
 from misconv.paper.networks import PartialReLU
-from misconv.training import falling, fit_classifier, fit_density
+from misconv.training import fit_classifier, fit_density
 
 __all__ = ["SETTINGS", "Demo", "Density", "Method", "run"]
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from misconv import impute, missing, store
-from misconv._engine import Job
+from misconv._engine import Job, train
+from misconv._jobs import classifier_job, count_right
 from misconv._provenance import commit, device_name, versions
 from misconv.data import ImageSet
 from misconv.density import SMFA, ConvDMFA
@@ -29,7 +30,7 @@ from misconv.paper.inputs import Incomplete, Remembered, Take, complete, of_meth
 from misconv.paper.networks import Classifier, first_layer
 from misconv.paper.printed import METHODS as ROWS
 from misconv.paper.scores import Record
-from misconv.training import classifier_job, count_right, fit_density, train
+from misconv.training import fit_density
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric

@@ -7,9 +7,7 @@ whatever they hold, and where something was filled in, a magenta line goes aroun
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from misconv._checks import check_images, check_observed, check_size, describe
+from misconv.paper.sheet import GAP, TEXT, Sheet, scale, sheet_for
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,12 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["imputations", "masks", "responses"]
 
-DPI = 150
-# Lengths are in pixels at this resolution: panels are whole numbers of them, so that no picture is resampled.
-PANEL, GAP, BREAK, MARGIN = 176, 8, 26, 24
-TITLE, TEXT = 11.5, 9.5  # in points
 WIDEST = 0.5  # of a standard deviation: no value between 0 and 1 deviates by more
-DARK, GREY, EDGE = "#182038", "#5b6274", "#c9cdd6"
+GREY = "#5b6274"
 
 
 def masks(images: Tensor, observed_by_shape: dict[str, Tensor]) -> Figure:
@@ -44,7 +39,7 @@ def masks(images: Tensor, observed_by_shape: dict[str, Tensor]) -> Figure:
     if not seen:
         raise ValueError("observed_by_shape must name at least one shape, got an empty dict")
     shares = {name: f"{name}\n{100 * float((~o).double().mean()):.0f} % missing" for name, o in seen.items()}
-    sheet = _sheet("Missing pixels are striped", ["complete", *shares.values()], len(images), images, breaks=(1,))
+    sheet = sheet_for("Missing pixels are striped", ["complete", *shares.values()], len(images), images, breaks=(1,))
     for column, image in enumerate(images):
         _picture(sheet.panel(0, column), image)
         for row, observed in enumerate(seen.values(), 1):
@@ -81,7 +76,7 @@ def responses(
     check_size("channels", channels)
     difference = expected - imputed
     chosen = difference.square().mean((0, 2, 3)).topk(min(channels, imputed.shape[1])).indices.tolist()
-    sheet = _sheet(
+    sheet = sheet_for(
         "Responses of the first layer, in the filters where MisConv differs most from MFA imputation",
         ["MFA imputation", "MisConv", "MisConv minus\nMFA imputation"] * len(images),
         1 + len(chosen),
@@ -131,7 +126,7 @@ def imputations(
     doubts = 1 + len(filled), 1 + len(filled) + len(unsure)  # the rows of `unsure`
     labels, breaks = ["incomplete", *pictures, "truth"], {1, *doubts, 1 + len(pictures)}
     title, right = "What the missing pixels may be", 124 if unsure else 0
-    sheet = _sheet(title, labels, len(truth), truth, breaks=breaks, right=right)
+    sheet = sheet_for(title, labels, len(truth), truth, breaks=breaks, right=right)
     highest = max((float(d.max()) for d in unsure.values()), default=0.0) or WIDEST
     high = min(highest, WIDEST)
     for column, hidden in enumerate(~seen):
@@ -147,128 +142,15 @@ def imputations(
     return sheet.figure
 
 
-# The sheet ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Sheet:
-    """A figure with places for panels in rows and columns; lengths in pixels, from the top left."""
-
-    figure: Figure
-    width: int
-    height: int
-    left: int
-    tops: list[int]
-    panel_width: int
-    panel_height: int
-    columns: int
-
-    def axes(self, left: float, top: float, width: float, height: float) -> Axes:
-        """Axes at a place of the sheet."""
-        bottom = self.height - top - height
-        place = (left / self.width, bottom / self.height, width / self.width, height / self.height)
-        return self.figure.add_axes(place)
-
-    def across(self, column: int) -> int:
-        """Where a column begins."""
-        return self.left + column * (self.panel_width + GAP)
-
-    def panel(self, row: int, column: int) -> Axes:
-        """The axes of one picture."""
-        axes = self.axes(self.across(column), self.tops[row], self.panel_width, self.panel_height)
-        axes.set(xticks=[], yticks=[])
-        axes.spines[:].set(color=EDGE, linewidth=0.5)
-        return axes
-
-    def beside(self, first: int, last: int) -> Axes:
-        """A narrow place to the right of some rows."""
-        low = self.tops[last] + self.panel_height
-        return self.axes(self.across(self.columns) + GAP, self.tops[first], 14, low - self.tops[first])
-
-    def under(self, column: int, top: int) -> Axes:
-        """A narrow place below a column, a little shorter, to keep the numbers of two neighbours apart."""
-        low = self.tops[-1] + self.panel_height
-        return self.axes(self.across(column) + GAP, low + top, self.panel_width - 2 * GAP, 14)
-
-    def write(self, x: float, y: float, text: str, **options: Any) -> None:
-        """Text at a place of the sheet."""
-        options = {"fontsize": TEXT, "color": DARK, **options}
-        self.figure.text(x / self.width, 1 - y / self.height, text, **options)
-
-
-def _sheet(
-    title: str,
-    labels: Sequence[str],
-    columns: int,
-    images: Tensor,
-    *,
-    heads: Sequence[str] = (),
-    breaks: Collection[int] = (),
-    right: int = 0,
-    below: int = 0,
-) -> _Sheet:
-    """A sheet that is large enough for its words: a label for each row, a head for each column."""
-    Figure = _matplotlib()
-    height, width = (_scale(images) * n for n in images.shape[-2:])
-    left = MARGIN + max(_text_width(label, TEXT) for label in labels) + 2 * GAP
-    across = left + columns * (width + GAP) - GAP + right + MARGIN
-    lines = _wrap(title, across - 2 * MARGIN)
-    top = MARGIN + 30 * len(lines) + (6 * GAP if heads else 2 * GAP)
-    tops = [top + row * (height + GAP) + sum(BREAK - GAP for b in breaks if b <= row) for row in range(len(labels))]
-    down = tops[-1] + height + below + MARGIN
-    figure = Figure(figsize=(across / DPI, down / DPI), dpi=DPI, facecolor="white")
-    sheet = _Sheet(figure, across, down, left, tops, width, height, columns)
-    sheet.write(MARGIN, MARGIN, "\n".join(lines), fontsize=TITLE, va="top", weight="bold")
-    for label, y in zip(labels, tops, strict=True):
-        sheet.write(left - 2 * GAP, y + height / 2, label, ha="right", va="center", linespacing=1.35)
-    for column, head in enumerate(heads):
-        sheet.write(sheet.across(column) + width / 2, tops[0] - GAP, head, ha="center", va="bottom")
-    return sheet
-
-
-def _scale(images: Tensor) -> int:
-    """How many pixels of the sheet a pixel of an image is wide."""
-    return max(1, round(PANEL / max(images.shape[-2:])))
-
-
-def _text_width(text: str, size: float, weight: str = "normal") -> int:
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import text_to_path
-
-    font, measure = FontProperties(size=size, weight=weight), text_to_path.get_text_width_height_descent
-    points = max(float(measure(line, font, False)[0]) for line in text.split("\n"))
-    return math.ceil(points * DPI / 72)
-
-
-def _wrap(title: str, width: int) -> list[str]:
-    """Lines of whole words that fit into a width."""
-    lines = [""]
-    for word in title.split():
-        longer = f"{lines[-1]} {word}".strip()
-        if _text_width(longer, TITLE, "bold") <= width:
-            lines[-1] = longer
-        else:
-            lines.append(word)
-    return [line for line in lines if line]
-
-
-def _matplotlib() -> type[Figure]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("figures are drawn by matplotlib: pip install 'misconv[paper]'") from error
-    return Figure
-
-
 # Panels ------------------------------------------------------------------------------------------------------------
 
 
 def _picture(axes: Axes, image: Tensor, hidden: Tensor | None = None, *, gone: bool = False) -> None:
     """An image (C, H, W); the hidden pixels (H, W) are striped where they are `gone`, and outlined otherwise."""
-    scale = _scale(image)
-    rgb = _rgb(image).repeat_interleave(scale, 0).repeat_interleave(scale, 1)  # (scale · H, scale · W, 3)
+    times = scale(image)
+    rgb = _rgb(image).repeat_interleave(times, 0).repeat_interleave(times, 1)  # (times · H, times · W, 3)
     if hidden is not None and gone:
-        inside = hidden.repeat_interleave(scale, 0).repeat_interleave(scale, 1)
+        inside = hidden.repeat_interleave(times, 0).repeat_interleave(times, 1)
         rgb = torch.where(inside.unsqueeze(-1), _stripes(*inside.shape), rgb)
     height, width = image.shape[-2:]
     axes.imshow(rgb.round().to(torch.uint8).numpy(), extent=(0, width, height, 0), interpolation="nearest")
@@ -321,7 +203,7 @@ def _outline(axes: Axes, hidden: Tensor) -> None:
     axes.add_collection(LineCollection(lines, colors=[colour], **options), autolim=False)
 
 
-def _filter(sheet: _Sheet, column: int, imputed: Tensor, expected: Tensor, hidden: Tensor) -> None:
+def _filter(sheet: Sheet, column: int, imputed: Tensor, expected: Tensor, hidden: Tensor) -> None:
     """One filter's column: (N, H', W') both, on one scale, their difference, and the scales below."""
     low = min(0.0, float(imputed.min()), float(expected.min()))
     high = max(low + 1e-9, float(imputed.max()), float(expected.max()))
@@ -338,7 +220,7 @@ def _filter(sheet: _Sheet, column: int, imputed: Tensor, expected: Tensor, hidde
     _bar(sheet.under(column, 66), "DIFFERENCE", -off, off)
 
 
-def _scale_names(sheet: _Sheet) -> None:
+def _scale_names(sheet: Sheet) -> None:
     low = sheet.tops[-1] + sheet.panel_height
     for top, name in ((20, "response"), (66, "difference")):
         sheet.write(sheet.across(1) - 2 * GAP, low + top + 7, name, ha="right", va="center")

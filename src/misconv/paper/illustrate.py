@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from misconv import impute, missing, store
+from misconv._jobs import as_floats
 from misconv.layers import MisConv2d
 from misconv.mfa import MFA
 from misconv.paper import figures
 from misconv.paper.classification import SHAPES, Experiment
-from misconv.training import as_floats
 
 __all__ = ["illustrate"]
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from misconv import impute
+from misconv._jobs import as_floats
 from misconv.mfa import MFA
-from misconv.training import as_floats
 
 __all__ = ["Incomplete", "Remembered", "complete", "of_method"]
 

@@ -27,12 +27,13 @@ import torch
 from torch import Tensor, nn
 
 from misconv import impute, missing
+from misconv._engine import train
+from misconv._jobs import as_floats, classifier_job, falling
 from misconv.mfa import MFA
 from misconv.paper.classification import VALIDATION, Experiment
 from misconv.paper.inputs import Incomplete, Remembered, Take
 from misconv.paper.networks import Classifier, first_layer
 from misconv.paper.scores import Record
-from misconv.training import as_floats, classifier_job, falling, train
 
 __all__ = ["PLUS", "VARIANTS", "Augmented", "Plus", "run_plus", "variants_of"]
 

@@ -1,0 +1,283 @@
+"""What is trained: densities and classifiers as jobs for `misconv._engine`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from misconv._checks import check_fraction, check_images, check_observed, check_seen_finite, check_size, describe
+from misconv._engine import Job, Rate, Record, generator
+from misconv.mfa import MFA
+from misconv.missing import hide, square
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+
+__all__ = ["Inputs", "as_floats", "classifier_job", "count_right", "density_job", "falling"]
+
+Inputs = MFA | Tensor | tuple[Tensor, ...] | Callable[[Tensor], Any]
+
+
+def density_job(
+    density: nn.Module,
+    images: Tensor,
+    observed: Tensor,
+    fabric: Fabric,
+    *,
+    batch_size: int,
+    learning_rate: Rate,
+    mse_epochs: int = 0,
+    shape: Callable[..., Tensor] = square,
+    fraction: float = 1 / 4,
+    validation: float = 0.1,
+    seed: int = 0,
+    clip: float | None = 5.0,
+) -> Job:
+    """The training of a density; the arguments are those of `misconv.fit_density`."""
+    check_images("images", images[:1].float() if _is_bytes(images) else images)
+    observed = check_observed("observed", observed, images)
+    if not _is_bytes(images):
+        check_seen_finite("images", images, observed, check=True)
+    check_size("batch_size", batch_size)
+    check_fraction(fraction)
+    if not 0 <= validation < 1:
+        raise ValueError(f"validation must be a share of at least 0 and below 1, got {describe(validation)}")
+    count = round(validation * len(images))
+    order = torch.randperm(len(images), generator=generator(seed, "split"), device="cpu").to(images.device)
+    held, rows = order.split([count, len(images) - count])
+    if len(rows) == 0:
+        raise ValueError(f"images must hold more than the share set aside for validation, got {describe(images)}")
+    calibrate = getattr(density, "calibrate", None)
+    if calibrate is not None:
+        density.to(images.device)
+        calibrate(as_floats(images[rows]), observed[rows])
+    settings = {
+        "task": "density",
+        "density": type(density).__name__,
+        "config": _config(density),
+        "batch_size": batch_size,
+        "mse_epochs": mse_epochs,
+        "shape": getattr(shape, "__name__", repr(shape)),
+        "fraction": fraction,
+        "validation": validation,
+        "seed": seed,
+        "images": list(images.shape),
+        "sum": float(images.where(observed, 0).sum(dtype=torch.float64)),
+    }
+    resident = _fits(fabric, images, observed)
+    if resident:
+        images, observed, held, rows = (t.to(fabric.device) for t in (images, observed, held, rows))
+    known = observed.clone()  # what is shown of each image in this epoch
+    shown = observed[held]
+    if len(held):
+        shown = hide(shown, shape, fraction=fraction, generator=generator(seed, "validation", images.device))
+    squared = torch.zeros((), device=fabric.device)  # the weight of the squared error
+
+    def begin(epoch: int) -> None:
+        squared.fill_(1.0 if epoch < mse_epochs else 0.0)
+        holes = generator(seed, _HOLES + epoch, images.device)
+        known.copy_(hide(observed, shape, fraction=fraction, generator=holes))
+
+    def score(model: nn.Module, which: Tensor, less: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sums over some images: −log p and squared error of what was hidden; how many pixels."""
+        x, seen, less = (t.to(fabric.device) for t in (as_floats(images[which]), observed[which], less))
+        target = (seen & ~less).expand(x.shape)
+        p = model(x, less)
+        error = (p.mean - x).where(target, 0).square().sum()
+        return -p.log_prob(x, target).sum(), error, target.sum()
+
+    def loss(model: nn.Module, indices: Tensor) -> tuple[Tensor, Tensor]:
+        mine = rows[indices[fabric.global_rank :: fabric.world_size]]
+        nll, error, count = score(model, mine, known[mine])
+        total = fabric.all_reduce(count.float(), reduce_op="sum")
+        assert isinstance(total, Tensor)
+        # Gradients are averaged over processes, but pixels are to be averaged over the whole batch.
+        scale = fabric.world_size / total.clamp_min(1)
+        return (nll + squared * error) * scale, torch.stack([nll, error, count]).double()
+
+    def summarise(sums: list[float]) -> Record:
+        nll, error, pixels = sums
+        return {"nll": nll / max(pixels, 1), "mse": error / max(pixels, 1)}
+
+    def evaluate(model: nn.Module) -> tuple[float, Record]:
+        if len(held) == 0:
+            return -math.inf, {}
+        sums = torch.zeros(2, dtype=torch.float64, device=fabric.device)
+        for part in torch.arange(len(held), device=held.device).split(4 * batch_size):
+            mine = part[fabric.global_rank :: fabric.world_size]
+            nll, _, count = score(model, held[mine], shown[mine])
+            sums += torch.stack([nll, count]).double()
+        total = fabric.all_reduce(sums, reduce_op="sum")
+        assert isinstance(total, Tensor)
+        nll_sum, pixels = total.tolist()
+        mean = nll_sum / max(pixels, 1)
+        return mean, {"validation_nll": mean}
+
+    return Job(
+        density, loss, 3, summarise, evaluate, len(rows), batch_size, learning_rate, seed=seed, clip=clip, begin=begin,
+        resident=resident, settings=settings,
+    )  # fmt: skip
+
+
+def classifier_job(
+    network: nn.Module,
+    inputs: Inputs,
+    labels: Tensor,
+    fabric: Fabric,
+    *,
+    validation_inputs: Inputs | None = None,
+    validation_labels: Tensor | None = None,
+    batch_size: int,
+    learning_rate: Rate,
+    seed: int = 0,
+    label_smoothing: float = 0.0,
+    weight_decay: float = 0.0,
+    factors: dict[str, float] | None = None,
+    begin: Callable[[int], None] | None = None,
+    settings: dict[str, Any] | None = None,
+    count: bool = True,
+) -> Job:
+    """The training of a classifier, for `train`; its arguments are those of `fit_classifier`.
+
+    With `count` off the accuracy on training images is not recorded, which saves launches.
+
+    Inputs may also be a function from indices (B,) to what the network takes of these images; it is called with
+    indices on the device, and must not look at values there.
+    """
+    size = len(labels) if callable(inputs) else _count(inputs)
+    _check_labels("labels", labels, size)
+    if (validation_inputs is None) != (validation_labels is None):
+        raise ValueError("validation_inputs and validation_labels must be given together, got one of them")
+    held = 0
+    if validation_inputs is not None and validation_labels is not None:
+        held = len(validation_labels) if callable(validation_inputs) else _count(validation_inputs)
+        _check_labels("validation_labels", validation_labels, held)
+    check_size("batch_size", batch_size)
+    known = {
+        "task": "classifier",
+        "batch_size": batch_size,
+        "seed": seed,
+        "images": size,
+        "labels": int((labels.long() * torch.arange(1, size + 1, device=labels.device)).sum() % 2**31),
+    }
+    resident = callable(inputs) or _fits(fabric, *pytree.tree_leaves((inputs, validation_inputs)))
+    take, take_held = (_taker(i, fabric.device, resident) for i in (inputs, validation_inputs))
+    if resident:
+        labels = labels.to(fabric.device)
+
+    def loss(model: nn.Module, indices: Tensor) -> tuple[Tensor, Tensor]:
+        mine = indices[fabric.global_rank :: fabric.world_size]
+        output, truth = _call(model, take(mine)), labels[mine].to(fabric.device)
+        total = F.cross_entropy(output, truth, reduction="sum", label_smoothing=label_smoothing)
+        loss = total * fabric.world_size / len(indices)
+        if not count:
+            return loss, total.detach().unsqueeze(0)
+        return loss, torch.stack([total.detach(), (output.argmax(1) == truth).sum()]).double()
+
+    def summarise(sums: list[float]) -> Record:
+        figures = {"loss": sums[0] / size}
+        return figures | {"accuracy": sums[1] / size} if count else figures
+
+    def evaluate(model: nn.Module) -> tuple[float, Record]:
+        if validation_labels is None:
+            return -math.inf, {}
+        size = max(4 * batch_size, 1024) if resident else 4 * batch_size
+        right = count_right(model, take_held, validation_labels, fabric.device, size)
+        return -right / held, {"validation_accuracy": right / held}
+
+    return Job(
+        network, loss, 1 + count, summarise, evaluate, size, batch_size, learning_rate, seed=seed, begin=begin,
+        resident=resident, settings=known | (settings or {}), weight_decay=weight_decay, factors=factors or {},
+    )  # fmt: skip
+
+
+def count_right(
+    model: nn.Module, take: Callable[[Tensor], Any], labels: Tensor, device: torch.device, batch_size: int
+) -> int:
+    """How many images a network in evaluation mode puts into the right class."""
+    right = torch.zeros((), dtype=torch.int64, device=device)
+    for indices in torch.arange(len(labels), device=device).split(batch_size):
+        right += (_call(model, take(indices)).argmax(1) == labels.to(device)[indices]).sum()
+    return int(right)
+
+
+def falling(rate: float, epochs: int) -> Callable[[int], float]:
+    """A learning rate that falls from `rate` to nearly 0 along a cosine.
+
+    Example:
+        >>> [round(falling(1.0, 4)(epoch), 2) for epoch in range(4)]
+        [1.0, 0.85, 0.5, 0.15]
+    """
+    return lambda epoch: rate * (1 + math.cos(math.pi * epoch / epochs)) / 2
+
+
+def as_floats(images: Tensor) -> Tensor:
+    """Images as floating-point numbers; bytes from 0 to 255 become numbers from 0 to 1.
+
+    Example:
+        >>> as_floats(torch.tensor([0, 51, 255], dtype=torch.uint8))
+        tensor([0.0000, 0.2000, 1.0000])
+    """
+    return images.to(torch.get_default_dtype()) / 255 if _is_bytes(images) else images
+
+
+# Inside ------------------------------------------------------------------------------------------------------------
+
+# The holes of an epoch are drawn apart from its order.
+_HOLES = 200_000
+
+
+def _is_bytes(images: Tensor) -> bool:
+    return isinstance(images, Tensor) and images.dtype == torch.uint8
+
+
+def _fits(fabric: Fabric, *tensors: Tensor | None) -> bool:
+    """Whether a GPU has room for the data, twice over."""
+    if fabric.device.type != "cuda":
+        return False
+    needed = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor) and not t.is_cuda)
+    return 2 * needed < torch.cuda.mem_get_info(fabric.device)[0]
+
+
+def _taker(inputs: Inputs | None, device: torch.device, resident: bool) -> Callable[[Tensor], Any]:
+    """From indices to the inputs of these images, on the device."""
+    if callable(inputs):
+        return inputs
+    data = pytree.tree_map(lambda t: t.to(device) if resident and isinstance(t, Tensor) else t, inputs)
+
+    def take(indices: Tensor) -> Any:
+        def rows(t: Tensor | None) -> Tensor | None:
+            return t if t is None else as_floats(t[indices.to(t.device)]).to(device)
+
+        return pytree.tree_map(rows, data)
+
+    return take
+
+
+def _call(model: nn.Module, batch: Any) -> Tensor:
+    result = model(*batch) if isinstance(batch, tuple) else model(batch)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _config(density: nn.Module) -> dict[str, Any] | None:
+    """The arguments of the density, but for a shape that fitting may have set."""
+    config = getattr(density, "config", None)
+    return {k: v for k, v in config().items() if k != "shape"} if callable(config) else None
+
+
+def _count(inputs: Inputs) -> int:
+    return len(pytree.tree_leaves(inputs)[0])
+
+
+def _check_labels(name: str, labels: Tensor, size: int) -> None:
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() != 1:
+        raise TypeError(f"{name} must be a tensor (N,) of integers, got {describe(labels)}")
+    if len(labels) != size:
+        raise ValueError(f"{name} must be one for each of the {size} images, got {len(labels)}")
