@@ -50,6 +50,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """In small, git asked once, and no waiting for the disk, which nobody pulls out."""
     torch.set_default_dtype(torch.float32)
     monkeypatch.setitem(plus.PLUS, "digits", RECIPE)
+    monkeypatch.setitem(plus.VARIANTS, "with joint fine-tuning", {"tuned": 1})
     monkeypatch.setattr(classification, "commit", asked_once)
     monkeypatch.setattr(store.os, "fsync", lambda number: None)
 

@@ -41,6 +41,7 @@ def _two_epochs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(classification.SETTINGS, "digits", digits)
         patch.setitem(plus.PLUS, "digits", small)
+        patch.setitem(plus.VARIANTS, "with joint fine-tuning", {"tuned": 2})
         yield
 
 

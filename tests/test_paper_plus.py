@@ -358,7 +358,7 @@ def test_all_variants_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_joint_training_changes_a_copy_of_the_density(tmp_path: Path) -> None:
     """Its weights, not the statistics of its BatchNorms; what all variants share stays as it was."""
     experiment = Spied(tmp_path)
-    joint = variant("density_rate")
+    joint = variant("tuned")
     run_plus(experiment, [0], ["everything"])
     shared = experiment.density("plus")
     before = {name: value.clone() for name, value in shared.state_dict().items()}
@@ -387,7 +387,7 @@ def test_joint_training_changes_a_copy_of_the_density(tmp_path: Path) -> None:
 def test_the_rate_of_the_density_is_a_share_of_the_classifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Adam's first step is as long as the learning rate, whatever the gradient."""
     rate, share = 1e-3, 0.01
-    recipe = {**RECIPE, "rate": rate, "weight_decay": 0.0, "batch_size": 108, "density_rate": share}
+    recipe = {**RECIPE, "tuned": 1, "tuned_rate": rate, "batch_size": 108, "density_rate": share}
     monkeypatch.setitem(plus.PLUS, "digits", recipe)
     experiment = Spied(tmp_path)
     run_plus(experiment, [0])
@@ -498,17 +498,21 @@ def test_a_variant_that_changes_nothing_is_left_out(
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("epoch", [1, 2])
+@pytest.mark.parametrize("call", [2, 5, 9, 12, 15])
 def test_killed_in_any_epoch_it_ends_with_the_same_records(
-    epoch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Two networks have three epochs each; two more have three, and then three of fine-tuning."""
     monkeypatch.setitem(plus.PLUS, "digits", RECIPE | {"epochs": 3})
-    names = ["everything", variant("density_rate")]
+    monkeypatch.setitem(VARIANTS, "with joint fine-tuning", {"tuned": 3})
+    names = ["everything", variant("tuned")]
     straight = essence(run_plus(Spied(tmp_path / "straight"), [0, 1], names))
-    begin = Augmented.begin
+    begin, calls = Augmented.begin, 0
 
     def dies(self: Augmented, number: int) -> None:
-        if number == epoch:
+        nonlocal calls
+        calls += 1
+        if calls > call:
             raise Crash
         begin(self, number)
 
@@ -518,3 +522,4 @@ def test_killed_in_any_epoch_it_ends_with_the_same_records(
             run_plus(Spied(tmp_path / "killed"), [0, 1], names)
     assert list((tmp_path / "killed" / "running").iterdir())
     assert essence(run_plus(Spied(tmp_path / "killed"), [0, 1], names)) == straight
+    assert not list((tmp_path / "killed" / "running").iterdir())

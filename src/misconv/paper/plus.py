@@ -9,8 +9,8 @@ It learns from the same incomplete images, and its classifier is the paper's fro
 - a falling learning rate, larger batches and more epochs.
 
 A variant leaves one of them out, or adds one more: the mask as a certain input channel of the first layer; weight decay
-and smoothed labels; a density that goes on learning, with the classifier's loss. The last variant leaves MisConv itself
-out: zeros and the mask, by the same recipe.
+and smoothed labels; some last epochs in which the density learns, too, from the classifier's loss. The last variant
+leaves MisConv itself out: zeros and the mask, by the same recipe.
 
 A density that no longer changes is asked once: of every training image it sees four versions, of which nothing, 1/16,
 1/8 and 1/4 more is hidden, and what it says is kept; shifts and flips act on that.
@@ -21,6 +21,8 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ _DENSITY = {
 }  # fmt: skip
 _RECIPE = {
     "batch_size": 128, "rate": 2e-3, "weight_decay": 0.0, "label_smoothing": 0.0, "mask": False, "hide": True,
-    "density_rate": 0.0, "density": _DENSITY,
+    "density": _DENSITY, "tuned": 0, "tuned_rate": 2e-4, "density_rate": 0.1,
 }  # fmt: skip
 PLUS: dict[str, dict[str, Any]] = {
     "mnist": {**_RECIPE, "epochs": 30, "shift": 2, "flip": False},
@@ -62,7 +64,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "with the paper's density": {"density": "paper"},
     "with the mask channel": {"mask": True},
     "with weight decay and smoothed labels": {"weight_decay": 1e-2, "label_smoothing": 0.1},
-    "with joint training": {"density_rate": 0.1},
+    "with joint fine-tuning": {"tuned": 5},
     "without MisConv: zeros and mask": {"density": None, "mask": True},
 }
 EXTRA = (1 / 16, 1 / 8, 1 / 4)  # how much more is hidden of every second image
@@ -267,51 +269,88 @@ def run_plus(experiment: Experiment, seeds: Sequence[int], variants: Sequence[st
 
 
 def _train(experiment: Experiment, units: Sequence[tuple[str, int]]) -> None:
-    rows, held = experiment.split
-    labels = experiment.labels[0]
     recipes = [recipe(experiment, variant) for variant, _ in units]
     densities = [_density(experiment, chosen) for chosen in recipes]
-    versions: dict[int, Versions] = {}
     experiment.say(f"{experiment.data.title}, {experiment.shape}: training MisConv+; {len(units)} side by side")
-    clock, jobs = time.perf_counter(), []
-    for (variant, seed), chosen, density in zip(units, recipes, densities, strict=True):
-        network = _network(experiment, chosen, density, seed)
-        remembered = not isinstance(network, Plus)
-        key = id(density) if remembered else 0
+    clock = time.perf_counter()
+    works = [
+        _Work(variant, seed, chosen, density, _network(experiment, chosen, density, seed))
+        for (variant, seed), chosen, density in zip(units, recipes, densities, strict=True)
+    ]
+    versions: dict[int, Versions] = {}
+    checkpoints = [_stage(experiment, works, versions)]
+    tuned = [work for work in works if work.chosen["tuned"]]
+    if tuned:
+        for work in tuned:
+            own = copy.deepcopy(work.density)
+            assert own is not None
+            work.network = Plus(own.requires_grad_(True), work.network, work.chosen["mask"])
+        checkpoints.append(_stage(experiment, tuned, versions, tuned=True))
+    seconds = (time.perf_counter() - clock) / len(units)
+    complete = Incomplete(experiment.data.test.to(experiment.device), torch.ones_like(experiment.test.observed))
+    for work in works:
+        takes = [_given(data, work) for data in (experiment.test, complete)]
+        experiment.finish(
+            unit(experiment, work.variant, work.seed), "misconv_plus", work.seed, work.network, work.history, seconds,
+            len(units), (takes[0], takes[1]), extra={"variant": work.variant},
+        )  # fmt: skip
+    for checkpoint in checkpoints:
+        checkpoint.unlink(missing_ok=True)
+
+
+@dataclass
+class _Work:
+    """One variant with one seed, on its way."""
+
+    variant: str
+    seed: int
+    chosen: dict[str, Any]
+    density: nn.Module | None
+    network: nn.Module
+    history: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def remembered(self) -> bool:
+        """Whether the network takes what the density has said, and not images."""
+        return not isinstance(self.network, Plus)
+
+
+def _stage(
+    experiment: Experiment, works: Sequence[_Work], versions: dict[int, Versions], *, tuned: bool = False
+) -> Path:
+    """Train the networks side by side, or tune them; returns where the checkpoint is, which nobody needs in the end."""
+    rows, held = experiment.split
+    labels = experiment.labels[0]
+    length, rate = ("tuned", "tuned_rate") if tuned else ("epochs", "rate")
+    (epochs,) = {work.chosen[length] for work in works}
+    jobs = []
+    for work in works:
+        chosen = work.chosen
+        key = id(work.density) if work.remembered else 0
         if key not in versions:
-            versions[key] = Versions(experiment.train, density if remembered else None)
+            versions[key] = Versions(experiment.train, work.density if work.remembered else None)
         augmented = Augmented(
-            versions[key], rows, seed, hide=chosen["hide"], shift=chosen["shift"], flip=chosen["flip"],
-            remembered=remembered, mask=chosen["mask"],
+            versions[key], rows, work.seed, hide=chosen["hide"], shift=chosen["shift"], flip=chosen["flip"],
+            remembered=work.remembered, mask=chosen["mask"],
         )  # fmt: skip
         jobs.append(
             classifier_job(
-                network, augmented, labels[rows], experiment.fabric,
-                validation_inputs=_given(experiment.train, density, chosen["mask"], remembered, held),
-                validation_labels=labels[held], batch_size=chosen["batch_size"], seed=seed, begin=augmented.begin,
-                learning_rate=falling(chosen["rate"], chosen["epochs"]), weight_decay=chosen["weight_decay"],
+                work.network, augmented, labels[rows], experiment.fabric,
+                validation_inputs=_given(experiment.train, work, held), validation_labels=labels[held],
+                batch_size=chosen["batch_size"], seed=work.seed, begin=augmented.begin,
+                learning_rate=falling(chosen[rate], epochs), weight_decay=chosen["weight_decay"],
                 label_smoothing=chosen["label_smoothing"], factors={"density.": chosen["density_rate"]},
-                settings=unit(experiment, variant, seed), count=False,
+                settings=unit(experiment, work.variant, work.seed) | {"stage": length}, count=False,
             )
         )  # fmt: skip
     checkpoint = experiment.cache.running([job.settings for job in jobs])
-    (epochs,) = {chosen["epochs"] for chosen in recipes}
     histories = train(
         jobs, experiment.fabric, epochs=epochs, checkpoint=checkpoint, progress=experiment.progress,
         checkpoint_seconds=experiment.pause, title=f"{len(jobs)} × MisConv+", stays=False,
     )  # fmt: skip
-    seconds = (time.perf_counter() - clock) / len(units)
-    complete = Incomplete(experiment.data.test.to(experiment.device), torch.ones_like(experiment.test.observed))
-    for number, (variant, seed) in enumerate(units):
-        network, chosen, density = jobs[number].module, recipes[number], densities[number]
-        takes = [
-            _given(data, density, chosen["mask"], not isinstance(network, Plus)) for data in (experiment.test, complete)
-        ]
-        experiment.finish(
-            unit(experiment, variant, seed), "misconv_plus", seed, network, histories[number], seconds, len(units),
-            (takes[0], takes[1]), extra={"variant": variant},
-        )  # fmt: skip
-    checkpoint.unlink(missing_ok=True)
+    for work, history in zip(works, histories, strict=True):
+        work.history = history
+    return checkpoint
 
 
 def _density(experiment: Experiment, chosen: dict[str, Any]) -> nn.Module | None:
@@ -324,22 +363,17 @@ def _density(experiment: Experiment, chosen: dict[str, Any]) -> nn.Module | None
 
 
 def _network(experiment: Experiment, chosen: dict[str, Any], density: nn.Module | None, seed: int) -> nn.Module:
-    """The classifier alone where the density no longer changes; else both in one."""
+    """The classifier alone, which is given what the density says; or, without one, what fills in zeros before it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         first = first_layer("mask" if chosen["mask"] else "misconv_dmfa", experiment.data.shape[0])
         classifier = Classifier(first, experiment.data.shape, experiment.data.classes, chosen["classifier"])
-    if density is None:
-        return Plus(None, classifier, chosen["mask"])
-    if chosen["density_rate"]:
-        return Plus(copy.deepcopy(density).requires_grad_(True), classifier, chosen["mask"])
-    return classifier
+    return Plus(None, classifier, chosen["mask"]) if density is None else classifier
 
 
-def _given(
-    data: Incomplete, density: nn.Module | None, mask: bool, remembered: bool, rows: Tensor | None = None
-) -> Take:
+def _given(data: Incomplete, work: _Work, rows: Tensor | None = None) -> Take:
     """Images as they are, without augmentation, as a network takes them."""
+    density, mask, remembered = work.density, work.chosen["mask"], work.remembered
 
     def take(indices: Tensor) -> Any:
         x, observed = data.at(indices if rows is None else rows[indices])
