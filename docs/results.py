@@ -61,7 +61,10 @@ WORDS = {
     10: "Time of the first layer alone. [How fast the layer is](speed.md) tells of the backward pass, large images, "
     "CPUs and memory.",
 }
-ABLATION = "What changes when an ingredient is left out. Every row is trained anew, with the seeds of the whole recipe."
+ABLATION = (
+    "What changes when an ingredient is left out, or one more added. Every row is trained anew, with the seeds of the "
+    "whole recipe."
+)
 
 PROTOCOL = """\
 - Every image has one missing region for its whole life, in training as in testing. Its missing values are read by no
@@ -70,6 +73,11 @@ PROTOCOL = """\
 - Methods are compared seed by seed. The best baseline is chosen by the very numbers it is compared on, in its favour.
 - The classifiers go two steps down, as in the authors' code, and have nothing between their linear layers, as the
   appendix names nothing there; the authors' code has a ReLU."""
+
+SHARED = (
+    "Seconds of the runs added up, and in brackets how many runs. Networks that were trained side by side share their "
+    "time equally."
+)
 
 # Commits whose classifiers had one step down, and a ReLU between their linear layers.
 EARLIER = ("5787b457bc2a5a97502e7cb98f8c827340751f69", "ebd47a2da952b9e02e825844d2a56c6cf773ba4d")
@@ -203,7 +211,7 @@ def page(sources: Mapping[str, list[Record]], benchmark: Mapping[str, Any] | Non
     notes = [f"- {title}: {note}" for title in titles for word, note in DATA.items() if word in title]
     parts += ["## The data", "\n".join(notes)] if notes else []
     spent = times(records)
-    parts += ["## How long it took", "Seconds of the runs added up, and in brackets how many runs.", spent.markdown()]
+    parts += ["## How long it took", SHARED, spent.markdown()]
     parts += ["## Where it ran", circumstances(records), repeat(records)]
     return "\n\n".join(parts) + "\n"
 
@@ -224,7 +232,9 @@ def earlier(records: Sequence[Record]) -> list[str]:
         for name in datasets(records, "classification", "ablation")
         if any(r["commit"] in EARLIER for r in records if r["dataset"] == name and r.get("method"))
     ]
-    return lines + [f"- The accuracies on {title} are still those of the earlier classifiers." for title in old]
+    lines += [f"- The accuracies on {title} are still those of the earlier classifiers." for title in old]
+    sizes = [density.get("components") for r in records if (density := r.get("settings", {}).get("density"))]
+    return [*lines, *["- SMFA has 10 components here; by now it has 50, as in the authors' code."] * (10 in sizes)]
 
 
 def section(table: Table, pictures: Mapping[str, bool]) -> list[str]:
