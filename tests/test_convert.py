@@ -604,11 +604,11 @@ def test_wrong_names(stem: Any, message: str) -> None:
 
 def test_wrong_arguments(net: Converted) -> None:
     with pytest.raises(TypeError, match="model must be a torch.nn.Module"):
-        convert("resnet18")  # type: ignore[arg-type]
+        convert("resnet18")  # type: ignore[arg-type]  # which is what it refuses
     with pytest.raises(TypeError, match="model is converted already"):
         convert(net)
     with pytest.raises(TypeError, match="density must be a module"):
-        convert(Functional(F.relu), 3)  # type: ignore[arg-type]
+        convert(Functional(F.relu), 3)  # type: ignore[arg-type]  # likewise
     x, observed = incomplete()
     with pytest.raises(TypeError, match="x must be a floating-point image.*float\\(\\) / 255"):
         net((x * 255).to(torch.uint8))

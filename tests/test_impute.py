@@ -258,7 +258,7 @@ def test_observed_pixels_and_complete_images_come_back_unchanged(name: str, dtyp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_result_has_the_type_of_the_images(imputer: nn.Module, dtype: torch.dtype) -> None:
     x, observed = torch.randn(6, 1, 3, 3), torch.rand(6, 1, 3, 3) < 0.6
-    filled = imputer.fit(x, observed)(x.to(dtype).requires_grad_(), observed)  # type: ignore[operator]
+    filled = imputer.fit(x, observed)(x.to(dtype).requires_grad_(), observed)  # type: ignore[operator]  # fit is not one of nn.Module
     assert filled.dtype == dtype
     assert not filled.requires_grad
 

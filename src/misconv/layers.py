@@ -94,7 +94,7 @@ class MisConv2d(nn.Conv2d):
         return layer
 
     # The arguments and parameters of a convolution, applied to something richer than a tensor.
-    def forward(self, p: MFA) -> Tensor:  # type: ignore[override]
+    def forward(self, p: MFA) -> Tensor:  # type: ignore[override]  # an MFA, where Conv2d takes a tensor
         """(B, O, H', W'), the expected activation."""
         convolution = (self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups, self.padding_mode)
         norm = self.norm
@@ -131,7 +131,7 @@ class PartialConv2d(nn.Conv2d):
             )
 
     # A convolution that needs a second argument.
-    def forward(  # type: ignore[override]
+    def forward(  # type: ignore[override]  # the mask as well
         self, x: Tensor, observed: Tensor, *, return_observed: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
         """(B, O, H', W'), and on request where it rests on at least one observed pixel."""
