@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from misconv import MFA, SMFA, _jobs, data, impute, store
 from misconv._provenance import commit
 from misconv.data import ImageSet
+from misconv.paper import cache as caches
 from misconv.paper import classification, densities, plus
-from misconv.paper.cache import Cache, key
-from misconv.paper.classification import METHODS, SHAPES, Experiment, Record
+from misconv.paper.cache import FORMAT, Cache, key
+from misconv.paper.classification import METHODS, SHAPES, Experiment
 from misconv.paper.inputs import Incomplete
 from misconv.paper.quality import quality
+from misconv.paper.scores import Record
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -100,6 +102,19 @@ class Spied(Experiment):
         self.networks[method, settings.get("variant"), seed] = network
         self.histories.append(rest[0])
         return super().finish(settings, method, seed, network, *rest, **more)
+
+
+def given_to_jobs(monkeypatch: pytest.MonkeyPatch, place: Any) -> list[tuple[Any, Tensor, dict[str, Any]]]:
+    """Collects what every classifier of a module is trained on: inputs, labels, and the other arguments."""
+    given: list[tuple[Any, Tensor, dict[str, Any]]] = []
+    make = place.classifier_job
+
+    def spy(network: nn.Module, inputs: Any, labels: Tensor, *rest: Any, **more: Any) -> Any:
+        given.append((inputs, labels, more))
+        return make(network, inputs, labels, *rest, **more)
+
+    monkeypatch.setattr(place, "classifier_job", spy)
+    return given
 
 
 def classifier(**changes: Any) -> dict[str, Any]:
@@ -335,14 +350,7 @@ def test_training_and_validation_share_no_image(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["zero", "gt"])
 def test_what_is_trained_on_and_what_chooses(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GT sees complete images, all others what is left of them."""
-    given: list[tuple[Any, Tensor, dict[str, Any]]] = []
-    make = classification.classifier_job
-
-    def spy(network: nn.Module, inputs: Any, labels: Tensor, *rest: Any, **more: Any) -> Any:
-        given.append((inputs, labels, more))
-        return make(network, inputs, labels, *rest, **more)
-
-    monkeypatch.setattr(classification, "classifier_job", spy)
+    given = given_to_jobs(monkeypatch, classification)
     experiment = Spied(tmp_path)
     (record,) = experiment.run([method], [0])
     ((inputs, labels, more),) = given
@@ -630,6 +638,18 @@ def test_a_damaged_file_of_the_cache_is_refused_and_left_alone(tmp_path: Path) -
     with pytest.raises(ValueError, match=f"cannot load .*{path.name}: the file is damaged or cut short"):
         Spied(tmp_path).run(["mfa"], [0])
     assert files(tmp_path) == before
+
+
+def test_a_density_of_another_format_is_refused_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like a record; a checkpoint of it is passed over."""
+    Spied(tmp_path).density("dmfa")
+    before = files(tmp_path)
+    place = Spied(tmp_path).cache.running({"seed": 0})
+    monkeypatch.setattr(caches, "FORMAT", FORMAT + 1)
+    with pytest.raises(ValueError, match=f"must have the format {FORMAT + 1} of this version, got {FORMAT}"):
+        Spied(tmp_path).density("dmfa")
+    assert files(tmp_path) == before
+    assert Spied(tmp_path).cache.running({"seed": 0}) != place
 
 
 # Densities ---------------------------------------------------------------------------------------------------------

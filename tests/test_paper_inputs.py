@@ -169,6 +169,18 @@ def test_components_without_weight_are_left_out(weights: tuple[float, float, flo
         assert bool((found.logits.softmax(1).count_nonzero(1)[::2] == kept).all())
 
 
+def test_a_density_that_is_not_a_number_says_so() -> None:
+    """And is not given the component of another image."""
+
+    def density(x: Tensor, observed: Tensor) -> MFA:
+        p = MFA.point(x)
+        return MFA(p.logits + float("nan"), p.means, p.factors, p.noise, check=False)
+
+    message = "the density must weigh its components with numbers, got none for image 0"
+    with pytest.raises(FloatingPointError, match=message):
+        Remembered(density, incomplete())
+
+
 def test_all_images_with_one_component() -> None:
     """Then there is no second one, not even without weight."""
     data = incomplete()

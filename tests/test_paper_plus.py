@@ -27,6 +27,7 @@ from tests.test_paper_classification import (
     Spied,
     essence,
     files,
+    given_to_jobs,
     quickly,
     same,
     tiny,
@@ -425,14 +426,7 @@ def test_test_images_are_given_as_they_are(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.usefixtures("small")
 def test_what_is_trained_on_and_what_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The split of all other methods; validation images are not augmented."""
-    given: list[tuple[Augmented, Tensor, dict[str, Any]]] = []
-    make = plus.classifier_job
-
-    def spy(network: nn.Module, inputs: Augmented, labels: Tensor, *rest: Any, **more: Any) -> Any:
-        given.append((inputs, labels, more))
-        return make(network, inputs, labels, *rest, **more)
-
-    monkeypatch.setattr(plus, "classifier_job", spy)
+    given = given_to_jobs(monkeypatch, plus)
     experiment = Spied(tmp_path)
     run_plus(experiment, [0, 1], ["everything", variant("density", None)])
     assert [(inputs.seed, more["seed"]) for inputs, _, more in given] == [(0, 0), (1, 1)] * 2

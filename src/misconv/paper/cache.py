@@ -85,8 +85,8 @@ class Cache:
         return self.folder / "layers" / f"{_slug(settings)}-{key(settings)}.safetensors"
 
     def running(self, settings: Settings | list[Settings]) -> Path:
-        """Where a training that is under way leaves its checkpoint."""
-        return self.folder / "running" / f"{key(settings)}.safetensors"
+        """Where a training that is under way leaves its checkpoint; one of another format is not taken for it."""
+        return self.folder / "running" / f"{key(settings)}-{FORMAT}.safetensors"
 
     def _record(self, settings: Settings) -> Path:
         return self.folder / "records" / f"{_slug(settings)}-{key(settings)}.json"

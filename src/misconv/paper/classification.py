@@ -162,7 +162,7 @@ class Experiment:
     # Densities -------------------------------------------------------------------------------------------------------
 
     def density_settings(self, kind: str) -> dict[str, Any]:
-        """What makes a density what it is; kind is "smfa" or "dmfa"."""
+        """What makes a density what it is; kind is "smfa", "dmfa", or one that was offered."""
         return {**self.identity, "density_kind": kind, "density": self.settings[kind], "seed": 0}
 
     def offer(self, kind: str, chosen: dict[str, Any]) -> None:
@@ -174,7 +174,8 @@ class Experiment:
         settings = self.density_settings(kind)
         if self._made.get(kind) != settings:
             path = self.cache.density(settings)
-            if not path.exists():
+            # Its record is looked at, too, which is refused if another version wrote it.
+            if self.cache.get(settings) is None or not path.exists():
                 self._fit(kind, settings)
             density = store.load(path).to(self.device)
             if isinstance(density, ConvDMFA):

@@ -21,7 +21,7 @@ __all__ = ["Incomplete", "Remembered", "complete", "of_method"]
 
 Take = Callable[[Tensor], Any]  # indices (B,) -> what the network takes of these images
 CHUNK = 128  # images that a density sees at a time
-LEAST = 1e-7  # a component with less weight changes no float32
+LEAST = 1e-7  # a component with less weight is lost in the rounding of float32
 NEVER = -1e4  # the logarithm of a weight that is 0 in any arithmetic
 
 
@@ -82,6 +82,10 @@ class Remembered:
             counts.append(kept.sum(1))
         self.values = torch.cat(parts)  # (all that is kept, 2 + L, C, M)
         each = torch.cat(counts).unsqueeze(1)
+        if not bool(each.all()):  # the largest of K weights is at least 1 / K
+            raise FloatingPointError(
+                f"the density must weigh its components with numbers, got none for image {int(each.argmin())}"
+            )
         slot = torch.arange(int(each.max()), device=each.device)
         # An image with fewer components than others has its last one again, with no weight.
         self.rows = each.cumsum(0) - each + slot.minimum(each - 1)  # (N, K)

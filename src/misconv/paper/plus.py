@@ -32,7 +32,7 @@ from misconv import impute, missing
 from misconv._engine import train
 from misconv._jobs import as_floats, classifier_job, falling
 from misconv.mfa import MFA
-from misconv.paper.classification import VALIDATION, Experiment
+from misconv.paper.classification import SIDE_BY_SIDE, VALIDATION, Experiment
 from misconv.paper.inputs import Incomplete, Remembered, Take
 from misconv.paper.networks import Classifier, first_layer
 from misconv.paper.scores import Record
@@ -261,7 +261,7 @@ def run_plus(experiment: Experiment, seeds: Sequence[int], variants: Sequence[st
     cache = experiment.cache
     wanted = [(variant, seed) for variant in variants for seed in seeds]
     todo = [u for u in wanted if cache.get(unit(experiment, *u)) is None]
-    limit = 24 if experiment.device.type == "cuda" else max(len(seeds), 1)
+    limit = SIDE_BY_SIDE if experiment.device.type == "cuda" else max(len(seeds), 1)
     for start in range(0, len(todo), limit):
         _train(experiment, todo[start : start + limit])
     records = [cache.get(unit(experiment, *u)) for u in wanted]
