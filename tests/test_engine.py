@@ -359,10 +359,36 @@ def test_how_often_a_checkpoint_is_written(fabric: Fabric, tmp_path: Path, monke
     # The clock runs from the last one written.
     written.clear()
     path.unlink()
-    now = iter(range(0, 100, 10))  # asked once at the start, once an epoch, and once more after every write
-    monkeypatch.setattr(_engine, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    train([job(fabric)], fabric, epochs=6, checkpoint=path, checkpoint_seconds=25, progress=False)
+    slow = ticking(fabric, monkeypatch)
+    train([slow], fabric, epochs=6, checkpoint=path, checkpoint_seconds=25, progress=False)
     assert written == [3, 6]
+
+
+def ticking(fabric: Fabric, monkeypatch: pytest.MonkeyPatch, crash: int | None = None) -> Job:
+    """A job of which every epoch takes 10 s."""
+    now = 1000.0
+
+    def begin(epoch: int) -> None:
+        nonlocal now
+        now += 10
+        if epoch == crash:
+            raise Crash
+
+    monkeypatch.setattr(_engine, "time", SimpleNamespace(monotonic=lambda: now))
+    return job(fabric, begin=begin)
+
+
+def test_time_before_an_interruption_counts(fabric: Fabric, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.safetensors"
+    with pytest.raises(Crash):
+        train([ticking(fabric, monkeypatch, 3)], fabric, epochs=4, checkpoint=path, progress=False)
+    for _ in range(2):  # and once more when all is done
+        again = ticking(fabric, monkeypatch)
+        train([again], fabric, epochs=4, checkpoint=path, progress=False)
+        assert again.seconds == 40
+    pair = [ticking(fabric, monkeypatch), job(fabric, 1)]
+    train(pair, fabric, epochs=3, progress=False)
+    assert [one.seconds for one in pair] == [15, 15]  # they share it
 
 
 def test_a_training_that_diverges_says_so_and_keeps_its_checkpoint(fabric: Fabric, tmp_path: Path) -> None:

@@ -96,12 +96,12 @@ class Spied(Experiment):
         self.networks: dict[tuple[str, str | None, int], nn.Module] = {}
         self.histories: list[list[dict[str, float]]] = []
 
-    def finish(
+    def test_once(
         self, settings: dict[str, Any], method: str, seed: int, network: nn.Module, *rest: Any, **more: Any
-    ) -> Record:
+    ) -> tuple[dict[str, Any], Record]:
         self.networks[method, settings.get("variant"), seed] = network
         self.histories.append(rest[0])
-        return super().finish(settings, method, seed, network, *rest, **more)
+        return super().test_once(settings, method, seed, network, *rest, **more)
 
 
 def given_to_jobs(monkeypatch: pytest.MonkeyPatch, place: Any) -> list[tuple[Any, Tensor, dict[str, Any]]]:
@@ -575,6 +575,26 @@ def test_killed_between_units_it_ends_with_the_same_records(
         == number
     )
     assert essence(Spied(tmp_path).run(KILLED, [0, 1])) == straight(1)
+    assert not list((tmp_path / "running").iterdir())
+
+
+@pytest.mark.parametrize(("place", "name", "number", "trained"), [
+    (classification, "count_right", 1, 2), (classification, "count_right", 3, 2), (Cache, "keep", 0, 0),
+    (Cache, "keep", 1, 0),
+])  # fmt: skip
+def test_those_trained_side_by_side_are_kept_together(
+    place: Any, name: str, number: int, trained: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while they are tested, none is there; killed while they are written, all are, and nothing is trained."""
+    expected = [record for record in straight(1) if record["method"] == "zero"]
+    with dying(monkeypatch, place, name, number), pytest.raises(Crash):
+        Spied(tmp_path).run(["zero"], [0, 1])
+    if trained:
+        assert not list((tmp_path / "records").iterdir())
+    again = Spied(tmp_path)
+    assert essence(again.run(["zero"], [0, 1])) == expected
+    assert len(again.networks) == trained
+    assert not list((tmp_path / "running").iterdir())
 
 
 @pytest.mark.parametrize("epoch", [1, 2])

@@ -57,6 +57,7 @@ class Job:
         begin: called with the number of every epoch before it.
         resident: whether all that `loss` reads is on the device, so that its step can be captured.
         settings: what must agree for a checkpoint to be continued.
+        seconds: its share of the time that `train` took, which fills it in; also of the time before an interruption.
     """
 
     module: nn.Module
@@ -74,6 +75,7 @@ class Job:
     begin: Callable[[int], None] | None = None
     resident: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 def train(
@@ -102,6 +104,7 @@ def train(
     """
     if len({(job.size, job.batch_size) for job in jobs}) != 1:
         raise ValueError("jobs must have one number of images and one batch size to be trained side by side")
+    start = time.monotonic()
     captured = all(job.resident for job in jobs) and _can_capture(fabric)
     running = [_Running(job, fabric, captured) for job in jobs]
     settings = {"jobs": [job.settings for job in jobs]} if len(jobs) > 1 else jobs[0].settings
@@ -109,6 +112,7 @@ def train(
         tensors, meta = read(checkpoint, settings)
         for number, run in enumerate(running):
             run.load(_under(f"{number}.", tensors), meta["jobs"][number])
+        start -= meta.get("seconds", 0.0)
     done, written = len(running[0].history), time.monotonic()
     full = running[0].full
     graph: torch.cuda.CUDAGraph | None = None
@@ -132,12 +136,15 @@ def train(
             if checkpoint is not None and time.monotonic() - written >= checkpoint_seconds:
                 if fabric.global_rank == 0:
                     tensors = {f"{n}.{key}": t for n, run in enumerate(running) for key, t in run.tensors().items()}
-                    store.write(checkpoint, tensors, {"settings": settings, "jobs": [r.numbers() for r in running]})
+                    numbers = [run.numbers() for run in running]
+                    spent = time.monotonic() - start
+                    store.write(checkpoint, tensors, {"settings": settings, "jobs": numbers, "seconds": spent})
                 written = time.monotonic()
             advance(running[0].history[-1])
     for run in running:
         run.job.module.load_state_dict(run.best)
         run.job.module.eval()
+        run.job.seconds = (time.monotonic() - start) / len(jobs)
     return [run.history for run in running]
 
 

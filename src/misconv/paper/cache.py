@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ class Cache:
                 raise PermissionError(f"{self.folder} must be a folder you may write to, got {place}") from error
             if not os.access(place, os.W_OK):
                 raise PermissionError(f"{self.folder} must be a folder you may write to, got {place}")
+        for plan in (self.folder / "running").glob(f"*-{FORMAT}.json"):
+            self._settle(plan)
 
     def get(self, settings: Settings) -> dict[str, Any] | None:
         """The record of a finished unit, or None."""
@@ -72,9 +75,19 @@ class Cache:
     def keep(self, settings: Settings, record: dict[str, Any]) -> dict[str, Any]:
         """Write the record of a unit, whole or not at all; returns it."""
         record = {**record, "settings": settings}
-        text = json.dumps({"format": FORMAT, "record": record}, indent=1, ensure_ascii=False, allow_nan=False)
-        store.write_bytes(self._record(settings), text.encode())
+        _write(self._record(settings), {"format": FORMAT, "record": record})
         return record
+
+    def keep_together(self, records: Sequence[tuple[Settings, dict[str, Any]]], checkpoints: Sequence[Path]) -> None:
+        """Write the records of units that were trained side by side, and remove their checkpoints: all that or nothing.
+
+        On a GPU, dropout depends on who is trained beside whom. Were some records there and others not, those others
+        would be trained again in other company.
+        """
+        plan = checkpoints[0].with_suffix(".json")
+        listed = [{**record, "settings": settings} for settings, record in records]
+        _write(plan, {"records": listed, "checkpoints": [path.name for path in checkpoints]})
+        self._settle(plan)
 
     def density(self, settings: Settings) -> Path:
         """Where a density is kept."""
@@ -88,8 +101,29 @@ class Cache:
         """Where a training that is under way leaves its checkpoint; one of another format is not taken for it."""
         return self.folder / "running" / f"{key(settings)}-{FORMAT}.safetensors"
 
+    def _settle(self, plan: Path) -> None:
+        """Do what `keep_together` has planned; it may have been killed on the way."""
+        try:
+            content = json.loads(plan.read_text(encoding="utf-8"))
+            records, checkpoints = content["records"], content["checkpoints"]
+            units = [record["settings"] for record in records]
+        except FileNotFoundError:  # another process was faster
+            return
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{plan} must hold records of misconv, got something else; move it away") from error
+        for settings, record in zip(units, records, strict=True):
+            self.keep(settings, record)
+        for name in checkpoints:
+            plan.with_name(name).unlink(missing_ok=True)
+        plan.unlink(missing_ok=True)
+
     def _record(self, settings: Settings) -> Path:
         return self.folder / "records" / f"{_slug(settings)}-{key(settings)}.json"
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
+    store.write_bytes(path, text.encode())
 
 
 def _slug(settings: Settings) -> str:

@@ -196,12 +196,14 @@ class Experiment:
                 density, self.train.images, self.train.observed, epochs=chosen["epochs"], checkpoint=checkpoint,
                 fabric=self.fabric, progress=self.progress,
             )  # fmt: skip
+            seconds = time.perf_counter() - clock
         else:
+            job = job_of(density, chosen, self.train, self.fabric)
             (history,) = train(
-                [job_of(density, chosen, self.train, self.fabric)], self.fabric, epochs=chosen["epochs"],
-                checkpoint=checkpoint, checkpoint_seconds=self.pause, progress=self.progress, title=NAMES[kind],
+                [job], self.fabric, epochs=chosen["epochs"], checkpoint=checkpoint, checkpoint_seconds=self.pause,
+                progress=self.progress, title=NAMES[kind],
             )  # fmt: skip
-        seconds = time.perf_counter() - clock
+            seconds = job.seconds
         # The density last: where there is one, there is its record.
         self.cache.keep(settings, {"kind": "fit", **self._circumstances(), "seconds": seconds, "history": history})
         store.save(density, self.cache.density(settings))
@@ -249,17 +251,17 @@ class Experiment:
         takes = {method: self.take(method, "train") for method in dict.fromkeys(method for method, _ in units)}
         names = ", ".join(ROWS[method] for method in takes)
         self.say(f"{self.data.title}, {self.shape}: training {names}; {len(units)} side by side")
-        clock = time.perf_counter()
         jobs = [self._job(method, seed, takes[method]) for method, seed in units]
         checkpoint = self.cache.running([job.settings for job in jobs])
         histories = train(
             jobs, self.fabric, epochs=self.settings["classifier"]["epochs"], checkpoint=checkpoint,
             checkpoint_seconds=self.pause, progress=self.progress, title=f"{len(units)} classifiers", stays=False,
         )  # fmt: skip
-        seconds = (time.perf_counter() - clock) / len(jobs)
-        for (method, seed), job, history in zip(units, jobs, histories, strict=True):
-            self.finish(self.unit(method, seed), method, seed, job.module, history, seconds, len(jobs))
-        checkpoint.unlink(missing_ok=True)
+        tested = [
+            self.test_once(self.unit(method, seed), method, seed, job.module, history, job.seconds, len(jobs))
+            for (method, seed), job, history in zip(units, jobs, histories, strict=True)
+        ]
+        self.cache.keep_together(tested, [checkpoint])
 
     def _job(self, method: str, seed: int, take: Take) -> Job:
         chosen, labels = self.settings["classifier"], self.labels[0]
@@ -270,7 +272,7 @@ class Experiment:
             learning_rate=chosen["rate"], seed=seed, settings=self.unit(method, seed), count=False,
         )  # fmt: skip
 
-    def finish(
+    def test_once(
         self,
         settings: dict[str, Any],
         method: str,
@@ -281,8 +283,8 @@ class Experiment:
         side_by_side: int,
         takes: tuple[Take, Take] | None = None,
         extra: dict[str, Any] | None = None,
-    ) -> Record:
-        """Look at the test images, once, and keep the record of a unit."""
+    ) -> tuple[dict[str, Any], Record]:
+        """Look at the test images, once; returns the settings of a unit and its record."""
         incomplete, everything = takes or (self.take(method, "test"), complete(method, self._complete("test")))
         best = max(history, key=lambda record: record["validation_accuracy"])
         truth = self.labels[1]
@@ -291,23 +293,20 @@ class Experiment:
             store.save(first, self.cache.layer(settings))
         with torch.no_grad():
             right = [count_right(network, take, truth, self.device, 1000) for take in (incomplete, everything)]
-        return self.cache.keep(
-            settings,
-            {
-                "kind": "classification",
-                **self._circumstances(),
-                "method": method,
-                "seed": seed,
-                "accuracy_incomplete": right[0] / len(truth),
-                "accuracy_complete": right[1] / len(truth),
-                "accuracy_validation": best["validation_accuracy"],
-                "epoch": int(best["epoch"]) + 1,
-                "epochs": len(history),
-                "seconds": seconds,
-                "side_by_side": side_by_side,
-                **(extra or {}),
-            },
-        )
+        return settings, {
+            "kind": "classification",
+            **self._circumstances(),
+            "method": method,
+            "seed": seed,
+            "accuracy_incomplete": right[0] / len(truth),
+            "accuracy_complete": right[1] / len(truth),
+            "accuracy_validation": best["validation_accuracy"],
+            "epoch": int(best["epoch"]) + 1,
+            "epochs": len(history),
+            "seconds": seconds,
+            "side_by_side": side_by_side,
+            **(extra or {}),
+        }
 
     def take(self, method: str, part: str) -> Take:
         """How a method gives training or test images to its network."""

@@ -19,7 +19,6 @@ A density that no longer changes is asked once: of every training image it sees 
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -272,7 +271,6 @@ def _train(experiment: Experiment, units: Sequence[tuple[str, int]]) -> None:
     recipes = [recipe(experiment, variant) for variant, _ in units]
     densities = [_density(experiment, chosen) for chosen in recipes]
     experiment.say(f"{experiment.data.title}, {experiment.shape}: training MisConv+; {len(units)} side by side")
-    clock = time.perf_counter()
     works = [
         _Work(variant, seed, chosen, density, _network(experiment, chosen, density, seed))
         for (variant, seed), chosen, density in zip(units, recipes, densities, strict=True)
@@ -286,16 +284,16 @@ def _train(experiment: Experiment, units: Sequence[tuple[str, int]]) -> None:
             assert own is not None
             work.network = Plus(own.requires_grad_(True), work.network, work.chosen["mask"])
         checkpoints.append(_stage(experiment, tuned, versions, tuned=True))
-    seconds = (time.perf_counter() - clock) / len(units)
     complete = Incomplete(experiment.data.test.to(experiment.device), torch.ones_like(experiment.test.observed))
-    for work in works:
-        takes = [_given(data, work) for data in (experiment.test, complete)]
-        experiment.finish(
-            unit(experiment, work.variant, work.seed), "misconv_plus", work.seed, work.network, work.history, seconds,
-            len(units), (takes[0], takes[1]), extra={"variant": work.variant},
-        )  # fmt: skip
-    for checkpoint in checkpoints:
-        checkpoint.unlink(missing_ok=True)
+    tested = [
+        experiment.test_once(
+            unit(experiment, work.variant, work.seed), "misconv_plus", work.seed, work.network, work.history,
+            work.seconds, len(units), (_given(experiment.test, work), _given(complete, work)),
+            extra={"variant": work.variant},
+        )
+        for work in works
+    ]  # fmt: skip
+    experiment.cache.keep_together(tested, checkpoints)
 
 
 @dataclass
@@ -308,6 +306,7 @@ class _Work:
     density: nn.Module | None
     network: nn.Module
     history: list[dict[str, float]] = field(default_factory=list)
+    seconds: float = 0.0
 
     @property
     def remembered(self) -> bool:
@@ -329,14 +328,15 @@ def _stage(
         key = id(work.density) if work.remembered else 0
         if key not in versions:
             versions[key] = Versions(experiment.train, work.density if work.remembered else None)
+        what = {"remembered": work.remembered, "mask": chosen["mask"]}
         augmented = Augmented(
-            versions[key], rows, work.seed, hide=chosen["hide"], shift=chosen["shift"], flip=chosen["flip"],
-            remembered=work.remembered, mask=chosen["mask"],
-        )  # fmt: skip
+            versions[key], rows, work.seed, hide=chosen["hide"], shift=chosen["shift"], flip=chosen["flip"], **what
+        )
+        as_they_are = Augmented(versions[key], held, work.seed, hide=False, shift=0, flip=False, **what)
         jobs.append(
             classifier_job(
                 work.network, augmented, labels[rows], experiment.fabric,
-                validation_inputs=_given(experiment.train, work, held), validation_labels=labels[held],
+                validation_inputs=as_they_are, validation_labels=labels[held],
                 batch_size=chosen["batch_size"], seed=work.seed, begin=augmented.begin,
                 learning_rate=falling(chosen[rate], epochs), weight_decay=chosen["weight_decay"],
                 label_smoothing=chosen["label_smoothing"], factors={"density.": chosen["density_rate"]},
@@ -348,8 +348,9 @@ def _stage(
         jobs, experiment.fabric, epochs=epochs, checkpoint=checkpoint, progress=experiment.progress,
         checkpoint_seconds=experiment.pause, title=f"{len(jobs)} × MisConv+", stays=False,
     )  # fmt: skip
-    for work, history in zip(works, histories, strict=True):
+    for work, job, history in zip(works, jobs, histories, strict=True):
         work.history = history
+        work.seconds += job.seconds
     return checkpoint
 
 
@@ -371,12 +372,12 @@ def _network(experiment: Experiment, chosen: dict[str, Any], density: nn.Module 
     return Plus(None, classifier, chosen["mask"]) if density is None else classifier
 
 
-def _given(data: Incomplete, work: _Work, rows: Tensor | None = None) -> Take:
-    """Images as they are, without augmentation, as a network takes them."""
+def _given(data: Incomplete, work: _Work) -> Take:
+    """Images that no `Versions` has, as a network takes them."""
     density, mask, remembered = work.density, work.chosen["mask"], work.remembered
 
     def take(indices: Tensor) -> Any:
-        x, observed = data.at(indices if rows is None else rows[indices])
+        x, observed = data.at(indices)
         if not remembered:
             return x, observed
         assert density is not None
