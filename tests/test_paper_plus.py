@@ -16,7 +16,7 @@ from misconv.functional import conv2d_moments
 from misconv.paper import classification, plus
 from misconv.paper.cache import key
 from misconv.paper.inputs import Incomplete
-from misconv.paper.plus import EXTRA, VARIANTS, Augmented, Plus, Versions, run_plus, with_mask
+from misconv.paper.plus import EXTRA, VARIANTS, Augmented, Plus, Versions, filled, run_plus, with_mask
 from tests.reference import random_mfa, tolerance
 from tests.test_paper_classification import (
     FIELDS,
@@ -134,7 +134,7 @@ def test_the_usual_pixel_is_that_of_the_seen_ones() -> None:
 
 
 def augmented(versions: Versions, rows: Tensor, seed: int = 0, **changes: Any) -> Augmented:
-    arguments = {"hide": True, "shift": 2, "flip": True, "remembered": False, "mask": False}
+    arguments = {"hide": True, "shift": 2, "flip": True, "remembered": False}
     return Augmented(versions, rows, seed, **(arguments | changes))
 
 
@@ -181,7 +181,7 @@ def test_images_are_shifted_and_flipped(shift: int, flip: bool, hide: bool) -> N
 def test_what_is_remembered_is_shifted_and_flipped(shift: int, flip: bool, mask: bool) -> None:
     """What comes in from beyond the border is missing, with the usual mean and variance and by itself."""
     versions, rows = Versions(pixels(), network()), torch.tensor([5, 1, 7, 0, 2])
-    drawn = augmented(versions, rows, shift=shift, flip=flip, remembered=True, mask=mask)
+    drawn = augmented(versions, rows, shift=shift, flip=flip, remembered=True, **({"form": with_mask} if mask else {}))
     indices = torch.tensor([4, 0, 0, 2, 1, 3])
     mean, variance = versions.usual
     for epoch in range(3):
@@ -235,6 +235,9 @@ def test_unmoved_and_with_nothing_more_hidden_it_is_what_the_density_says() -> N
     expected, found = density(x, observed), remembered(indices)
     torch.testing.assert_close(found.mean, expected.mean)
     torch.testing.assert_close(found.variance, expected.variance)
+    certain = augmented(remembered.versions, rows, remembered=True, form=filled, **plain)(indices)
+    assert torch.equal(certain.mean, found.mean)
+    assert not certain.variance.any()
 
 
 def test_every_second_image_is_left_as_it_is() -> None:
@@ -405,7 +408,7 @@ def test_test_images_are_given_as_they_are(tmp_path: Path, monkeypatch: pytest.M
     easy = {"epochs": 10, "rate": 5e-3, "flip": False, "shift": 0, "hide": False, "mask": True}
     monkeypatch.setitem(plus.PLUS, "digits", RECIPE | easy)
     experiment, images = Spied(tmp_path), tiny()
-    names = ["everything", variant("density", None)]
+    names = ["everything", variant("density", None), variant("filled")]
     records = run_plus(experiment, [0], names)
     density = experiment.density("plus")
     for name, record in zip(names, records, strict=True):
@@ -415,7 +418,8 @@ def test_test_images_are_given_as_they_are(tmp_path: Path, monkeypatch: pytest.M
             for number in range(TEST):
                 x = images.test[number : number + 1].float() / 255
                 seen = experiment.test.observed[number : number + 1] | (not hidden)
-                given = (x, seen) if isinstance(model, Plus) else (with_mask(density(x, seen)),)
+                form = with_mask if name == "everything" else filled
+                given = (x, seen) if isinstance(model, Plus) else (form(density(x, seen)),)
                 with torch.no_grad():
                     right += int(model(*given).argmax()) == int(images.test_labels[number])
             found.append(right / TEST)

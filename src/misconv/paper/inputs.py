@@ -17,7 +17,7 @@ from misconv import impute
 from misconv._jobs import as_floats
 from misconv.mfa import MFA
 
-__all__ = ["Incomplete", "Remembered", "complete", "of_method"]
+__all__ = ["Incomplete", "Remembered", "complete", "of_method", "point"]
 
 Take = Callable[[Tensor], Any]  # indices (B,) -> what the network takes of these images
 CHUNK = 128  # images that a density sees at a time
@@ -106,7 +106,7 @@ class Remembered:
 
     def filled(self, indices: Tensor) -> MFA:
         """The mean of each of these MFAs, as a point: imputation by the density."""
-        return _point(self(indices).mean)
+        return point(self(indices).mean)
 
 
 def of_method(method: str, data: Incomplete, tools: dict[str, Any]) -> Take:
@@ -116,11 +116,11 @@ def of_method(method: str, data: Incomplete, tools: dict[str, Any]) -> Take:
         tools: what it may need: "mean" and "knn", fitted imputers; "smfa" and "dmfa", a `Remembered` of `data` each.
     """
     if method == "zero":
-        return lambda rows: _point(impute.zero(*data.at(rows)))
+        return lambda rows: point(impute.zero(*data.at(rows)))
     if method == "mask":
         return lambda rows: _with_mask(*data.at(rows))
     if method == "mean":
-        return lambda rows: _point(tools["mean"](*data.at(rows)))
+        return lambda rows: point(tools["mean"](*data.at(rows)))
     if method == "partial":
         return data.at
     if method == "knn":
@@ -142,12 +142,12 @@ def complete(method: str, images: Tensor) -> Take:
         everything = torch.ones_like(x[:, :1], dtype=torch.bool)
         if method == "mask":
             return _with_mask(x, everything)
-        return (x, everything) if method == "partial" else _point(x)
+        return (x, everything) if method == "partial" else point(x)
 
     return take
 
 
-def _point(x: Tensor) -> MFA:
+def point(x: Tensor) -> MFA:
     """`MFA.point`, whose constants are made once per shape: in a captured step each would be a launch."""
     logits, factors, noise, observed = _constants(tuple(x.shape), x.dtype, x.device)
     return MFA(logits, x.unsqueeze(1), factors, noise, observed, check=False)
@@ -160,7 +160,7 @@ def _constants(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 def _with_mask(x: Tensor, observed: Tensor) -> MFA:
-    return _point(torch.cat([impute.zero(x, observed), observed.to(x.dtype)], 1))
+    return point(torch.cat([impute.zero(x, observed), observed.to(x.dtype)], 1))
 
 
 def _gather(flat: Tensor, places: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ It learns from the same incomplete images, and its classifier is the paper's fro
 - a falling learning rate, larger batches and more epochs.
 
 A variant leaves one of them out, or adds one more: the mask as a certain input channel of the first layer; weight decay
-and smoothed labels; some last epochs in which the density learns, too, from the classifier's loss. The last variant
-leaves MisConv itself out: zeros and the mask, by the same recipe.
+and smoothed labels; some last epochs in which the density learns, too, from the classifier's loss. The last two leave
+MisConv itself out, by the same recipe: the mean of the density is filled in, or zeros, with the mask.
 
 A density that no longer changes is asked once: of every training image it sees four versions, of which nothing, 1/16,
 1/8 and 1/4 more is hidden, and what it says is kept; shifts and flips act on that.
@@ -19,7 +19,7 @@ A density that no longer changes is asked once: of every training image it sees 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from misconv._engine import train
 from misconv._jobs import as_floats, classifier_job, falling
 from misconv.mfa import MFA
 from misconv.paper.classification import SIDE_BY_SIDE, VALIDATION, Experiment
-from misconv.paper.inputs import Incomplete, Remembered, Take
+from misconv.paper.inputs import Incomplete, Remembered, Take, point
 from misconv.paper.networks import Classifier, first_layer
 from misconv.paper.scores import Record
 
@@ -64,6 +64,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "with the mask channel": {"mask": True},
     "with weight decay and smoothed labels": {"weight_decay": 1e-2, "label_smoothing": 0.1},
     "with joint fine-tuning": {"tuned": 5},
+    "without MisConv: MFA imputation": {"filled": True, "mask": False},
     "without MisConv: zeros and mask": {"density": None, "mask": True},
 }
 EXTRA = (1 / 16, 1 / 8, 1 / 4)  # how much more is hidden of every second image
@@ -117,6 +118,11 @@ def with_mask(p: MFA) -> MFA:
     )
 
 
+def filled(p: MFA) -> MFA:
+    """The mean of an MFA, as if it were certain: imputation."""
+    return point(p.mean)
+
+
 class Augmented:
     """Incomplete images, of which more is hidden, shifted and flipped anew in every epoch.
 
@@ -124,7 +130,7 @@ class Augmented:
         versions: the images with nothing more hidden, then all of them again with more and more hidden.
         rows: which images of a version.
         hide: whether to use the versions with more hidden. shift: by at most so many pixels. flip: left and right.
-        remembered: whether to return what `versions` remembers, MFAs, with the mask as one more channel if `mask`.
+        remembered: whether to return what `versions` remembers, MFAs, after `form`; otherwise images and their masks.
     """
 
     def __init__(
@@ -137,10 +143,10 @@ class Augmented:
         shift: int,
         flip: bool,
         remembered: bool,
-        mask: bool,
+        form: Callable[[MFA], MFA] = lambda p: p,
     ) -> None:
         self.versions, self.rows, self.seed = versions, rows, seed
-        self.hide, self.shift, self.flip, self.remembered, self.mask = hide, shift, flip, remembered, mask
+        self.hide, self.shift, self.flip, self.remembered, self.form = hide, shift, flip, remembered, form
         self.virtual = rows.clone()  # the version of each image in this epoch
         self.moves = torch.zeros(3, len(rows), dtype=torch.int64, device=rows.device)  # down, right, flipped
 
@@ -162,9 +168,7 @@ class Augmented:
         """MFAs, or images and what is observed of them."""
         virtual = self.virtual[indices]
         if self.remembered:
-            p = self.versions.remembered(virtual)
-            p = self._moved(p, indices)
-            return with_mask(p) if self.mask else p
+            return self.form(self._moved(self.versions.remembered(virtual), indices))
         x, observed = self.versions.data.at(virtual)
         if not self.shift and not self.flip:
             return x, observed
@@ -313,6 +317,12 @@ class _Work:
         """Whether the network takes what the density has said, and not images."""
         return not isinstance(self.network, Plus)
 
+    def form(self, p: MFA) -> MFA:
+        """What the network takes of an MFA."""
+        if self.chosen.get("filled"):
+            return filled(p)
+        return with_mask(p) if self.chosen["mask"] else p
+
 
 def _stage(
     experiment: Experiment, works: Sequence[_Work], versions: dict[int, Versions], *, tuned: bool = False
@@ -328,11 +338,13 @@ def _stage(
         key = id(work.density) if work.remembered else 0
         if key not in versions:
             versions[key] = Versions(experiment.train, work.density if work.remembered else None)
-        what = {"remembered": work.remembered, "mask": chosen["mask"]}
         augmented = Augmented(
-            versions[key], rows, work.seed, hide=chosen["hide"], shift=chosen["shift"], flip=chosen["flip"], **what
+            versions[key], rows, work.seed, hide=chosen["hide"], shift=chosen["shift"], flip=chosen["flip"],
+            remembered=work.remembered, form=work.form,
+        )  # fmt: skip
+        as_they_are = Augmented(
+            versions[key], held, work.seed, hide=False, shift=0, flip=False, remembered=work.remembered, form=work.form
         )
-        as_they_are = Augmented(versions[key], held, work.seed, hide=False, shift=0, flip=False, **what)
         jobs.append(
             classifier_job(
                 work.network, augmented, labels[rows], experiment.fabric,
@@ -374,14 +386,13 @@ def _network(experiment: Experiment, chosen: dict[str, Any], density: nn.Module 
 
 def _given(data: Incomplete, work: _Work) -> Take:
     """Images that no `Versions` has, as a network takes them."""
-    density, mask, remembered = work.density, work.chosen["mask"], work.remembered
+    density, remembered = work.density, work.remembered
 
     def take(indices: Tensor) -> Any:
         x, observed = data.at(indices)
         if not remembered:
             return x, observed
         assert density is not None
-        p = density(x, observed)
-        return with_mask(p) if mask else p
+        return work.form(density(x, observed))
 
     return take
