@@ -272,6 +272,11 @@ class _Running:
             index, name = key.split(".", 1)
             state["state"].setdefault(int(index), {})[name] = value
         self.optimizer.optimizer.load_state_dict(state)
+        # Files hold tensors row by row, but a fused Adam goes through memory as the parameters lie in it.
+        for parameter, entry in self.optimizer.optimizer.state.items():
+            for name, value in entry.items():
+                if value.shape == parameter.shape:
+                    entry[name] = torch.empty_like(parameter).copy_(value)
         self.history, self.best_score = numbers["history"], numbers["best_score"]
         self.best_epoch = numbers["best_epoch"]
 
