@@ -117,8 +117,10 @@ def test_normalized_expectation_equals_monte_carlo(training: bool) -> None:
 
 def test_running_statistics() -> None:
     p = random_mfa(3, 2, 2, (2, 5, 5))
-    for momentum, tracked in ((0.1, True), (None, True), (0.1, False)):
+    for momentum, tracked, counted in ((0.1, True, True), (None, True, True), (0.1, False, True), (0.1, True, False)):
         norm = nn.BatchNorm2d(4, momentum=momentum, track_running_stats=tracked)
+        if not counted:
+            norm.num_batches_tracked = None
         layer = MisConv2d(2, 4, 3, norm=norm)
         layer(p)
         first = None if norm.running_mean is None else norm.running_mean.clone()
@@ -128,7 +130,7 @@ def test_running_statistics() -> None:
             layer.eval()  # batch statistics, as nn.BatchNorm2d without running ones
             assert layer(p).isfinite().all()
             continue
-        assert norm.num_batches_tracked == 2
+        assert norm.num_batches_tracked == (2 if counted else None)
         assert first is not None
         assert norm.running_mean is not None
         factor = 1.0 if momentum is None else 1.9  # averaging the same batch changes nothing; two steps of a tenth

@@ -203,7 +203,9 @@ def test_the_ablation_has_all_variants(file: Path, first: tuple[Path, Result]) -
     assert result.exit_code == 0, result.output
     wanted = [*(v for v in plus.VARIANTS if v != "without shifts"), tables.PAPER]  # digits are not shifted anyway
     for variant in wanted:
-        assert re.search(rf"^ *{re.escape(variant)} +1?\.\d+ +[–−+][\d.]* *$", result.stdout, re.MULTILINE), variant
+        assert re.search(rf"^ *{re.escape(variant)} +1?\.\d+ +1?\.\d+ +[–−+][\d.]* *$", result.stdout, re.MULTILINE), (
+            variant
+        )
     records = read(first[0] / "table-ablation.json")
     assert [r["variant"] for r in records] == wanted
     assert {r["kind"] for r in records} == {"ablation"}
@@ -404,6 +406,17 @@ def test_mistakes_of_ours_keep_their_traceback(
 
     monkeypatch.setattr(classification.Experiment, "run", fail)
     assert isinstance(digits("8", file, tmp_path).exception, kind)
+
+
+def test_a_training_that_diverges_is_named(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = classification.SETTINGS["digits"]
+    hopeless = {**settings, "classifier": settings["classifier"] | {"rate": 1e30}}
+    monkeypatch.setitem(classification.SETTINGS, "digits", hopeless)
+    result = digits("1", file, tmp_path / "out")
+    assert result.exit_code == 1, result.exception
+    message = "misconv: zero, seed 0, diverged in epoch 1: its loss is not finite; a smaller learning_rate may help"
+    assert " ".join(result.stderr.split()) == message
+    assert not list((tmp_path / "out" / "records").iterdir())
 
 
 def test_a_missing_extra_is_named(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from misconv import MFA, ConvDMFA, MisConv2d, impute
 from misconv.functional import conv2d_moments
 from misconv.paper import classification, plus
 from misconv.paper.cache import key
-from misconv.paper.inputs import Incomplete
-from misconv.paper.plus import EXTRA, VARIANTS, Augmented, Plus, Versions, filled, run_plus, with_mask
+from misconv.paper.inputs import Incomplete, filled
+from misconv.paper.plus import EXTRA, VARIANTS, Augmented, Plus, Versions, run_plus, with_mask
 from tests.reference import random_mfa, tolerance
 from tests.test_paper_classification import (
     FIELDS,
@@ -125,12 +126,22 @@ def test_versions_hide_more_and_more() -> None:
 
 
 def test_the_usual_pixel_is_that_of_the_seen_ones() -> None:
+    """Place by place; where nobody has seen anything, that of the whole channel."""
     data = pixels()
-    mean, variance = Versions(data).usual
-    for channel in range(SHAPE[0]):
-        seen = data.images[:, channel : channel + 1][data.observed].double() / 255
-        assert float(mean[channel]) == pytest.approx(float(seen.mean()), rel=1e-5)
-        assert float(variance[channel]) == pytest.approx(float(seen.var(unbiased=False)), rel=1e-5)
+    data.observed[:, :, 2, 3] = False
+    mean, variance = (usual.view(SHAPE) for usual in Versions(data).usual)
+    values = data.images.double() / 255
+    for channel, row, column in product(*map(range, SHAPE)):
+        seen = values[:, channel, row, column][data.observed[:, 0, row, column]]
+        if len(seen):
+            assert float(mean[channel, row, column]) == pytest.approx(float(seen.mean()), rel=1e-5)
+            spread = float(seen.var(unbiased=False))
+            assert float(variance[channel, row, column]) == pytest.approx(spread, rel=1e-4, abs=1e-7)
+        else:
+            assert (row, column) == (2, 3)
+            everywhere = values[:, channel : channel + 1][data.observed]
+            assert float(mean[channel, row, column]) == pytest.approx(float(everywhere.mean()), rel=1e-5)
+            assert 0 < float(variance[channel, row, column]) < float(everywhere.var())
 
 
 def augmented(versions: Versions, rows: Tensor, seed: int = 0, **changes: Any) -> Augmented:
@@ -179,11 +190,12 @@ def test_images_are_shifted_and_flipped(shift: int, flip: bool, hide: bool) -> N
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize(("shift", "flip"), [(2, True), (0, True), (3, False), (0, False)])
 def test_what_is_remembered_is_shifted_and_flipped(shift: int, flip: bool, mask: bool) -> None:
-    """What comes in from beyond the border is missing, with the usual mean and variance and by itself."""
+    """What comes in from beyond the border is missing, with mean and variance of the nearest pixel, and by itself."""
     versions, rows = Versions(pixels(), network()), torch.tensor([5, 1, 7, 0, 2])
     drawn = augmented(versions, rows, shift=shift, flip=flip, remembered=True, **({"form": with_mask} if mask else {}))
     indices = torch.tensor([4, 0, 0, 2, 1, 3])
-    mean, variance = versions.usual
+    # A frame of what is usual: at its border continued outwards.
+    mean, variance = (F.pad(usual.view(1, *SHAPE), (3, 3, 3, 3), mode="replicate")[0] for usual in versions.usual)
     for epoch in range(3):
         drawn.begin(epoch)
         found, original = drawn(indices), versions.remembered(drawn.virtual[indices])
@@ -216,8 +228,9 @@ def test_what_is_remembered_is_shifted_and_flipped(shift: int, flip: bool, mask:
             if down or right:
                 assert not inside.all()
                 beyond = ~inside.expand(SHAPE)
-                torch.testing.assert_close(one.mean[0][beyond], mean.expand(SHAPE)[beyond])
-                torch.testing.assert_close(one.variance[0][beyond], variance.expand(SHAPE)[beyond])
+                cut = (..., slice(3 + down, 3 + down + SHAPE[1]), slice(3 + right, 3 + right + SHAPE[2]))
+                usual = [(frame[cut].flip(-1) if flipped else frame[cut])[beyond] for frame in (mean, variance)]
+                torch.testing.assert_close([one.mean[0][beyond], one.variance[0][beyond]], usual)
 
 
 def test_unmoved_and_with_nothing_more_hidden_it_is_what_the_density_says() -> None:
@@ -333,7 +346,14 @@ def test_the_density_stays_in_evaluation_mode() -> None:
 # Training ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("small")
+@pytest.fixture
+def later_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tuned networks are the better ones, whatever a few images say."""
+    rising = count()
+    monkeypatch.setattr(plus, "_best", lambda history: next(rising))
+
+
+@pytest.mark.usefixtures("small", "later_wins")
 def test_all_variants_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = Spied(tmp_path)
     records = run_plus(experiment, [0], tuple(VARIANTS))
@@ -359,6 +379,20 @@ def test_all_variants_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("small")
+def test_tuning_that_makes_nothing_better_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(plus.PLUS, "digits", RECIPE | {"epochs": 2, "tuned_rate": 0.0})
+    monkeypatch.setitem(VARIANTS, "with joint fine-tuning", {"tuned": 3})
+    experiment = Spied(tmp_path)
+    whole, tuned = run_plus(experiment, [0], ["everything", variant("tuned")])
+    assert (whole["epochs"], tuned["epochs"]) == (2, 5)
+    assert [record["epoch"] for record in experiment.histories[1]] == [0, 1, 2, 3, 4]
+    for name in ("epoch", "accuracy_validation", "accuracy_incomplete", "accuracy_complete"):
+        assert tuned[name] == whole[name]
+    first, second = experiment.networks.values()
+    assert same(first, second)
+
+
+@pytest.mark.usefixtures("small", "later_wins")
 def test_joint_training_changes_a_copy_of_the_density(tmp_path: Path) -> None:
     """Its weights, not the statistics of its BatchNorms; what all variants share stays as it was."""
     experiment = Spied(tmp_path)
@@ -387,7 +421,7 @@ def test_joint_training_changes_a_copy_of_the_density(tmp_path: Path) -> None:
     assert path.exists()
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small", "later_wins")
 def test_the_rate_of_the_density_is_a_share_of_the_classifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Adam's first step is as long as the learning rate, whatever the gradient."""
     rate, share = 1e-3, 0.01
@@ -463,7 +497,7 @@ def test_whatever_differs_makes_another_unit(tmp_path: Path, monkeypatch: pytest
     other = {**SETTINGS, "classifier": SETTINGS["classifier"] | {"kind": "large"}}
     units.append(plus.unit(Spied(tmp_path, settings=other), "everything", 0))
     for name, value in RECIPE.items():
-        changes = [{name: value + 1}] if not isinstance(value, dict) else [{name: {**value, k: "new"}} for k in value]
+        changes = [{name: [value]}] if not isinstance(value, dict) else [{name: {**value, k: "new"}} for k in value]
         for change in changes:
             monkeypatch.setitem(plus.PLUS, "digits", RECIPE | change)
             units.append(plus.unit(experiment, "everything", 0))

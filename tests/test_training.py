@@ -239,6 +239,23 @@ def test_a_checkpoint_of_something_else_is_refused_and_kept(tmp_path: Path) -> N
         fit_density(small(), x, observed, epochs=2, checkpoint=path, progress=False)
 
 
+def test_a_checkpoint_of_a_classifier_belongs_to_its_inputs(tmp_path: Path) -> None:
+    x, _ = images()
+    labels = torch.arange(len(x)) % 2
+    path = tmp_path / "run.safetensors"
+
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), 2))
+
+    fit_classifier(network(), x, labels, epochs=1, checkpoint=path, progress=False)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="but its sum is .* and not .*; give another file"):
+        fit_classifier(network(), -x, labels, epochs=2, checkpoint=path, progress=False)
+    assert path.read_bytes() == before
+    assert len(fit_classifier(network(), x, labels, epochs=2, checkpoint=path, progress=False)) == 2
+
+
 def test_an_unwritable_checkpoint_says_so(tmp_path: Path) -> None:
     x, observed = images()
     for density in (small(), SMFA(2, 1)):

@@ -57,6 +57,7 @@ class Job:
         begin: called with the number of every epoch before it.
         resident: whether all that `loss` reads is on the device, so that its step can be captured.
         settings: what must agree for a checkpoint to be continued.
+        name: what diverged, if it does.
         seconds: its share of the time that `train` took, which fills it in; also of the time before an interruption.
     """
 
@@ -75,6 +76,7 @@ class Job:
     begin: Callable[[int], None] | None = None
     resident: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
+    name: str = "training"
     seconds: float = 0.0
 
 
@@ -221,7 +223,8 @@ class _Running:
         sums = total.tolist()
         if not all(math.isfinite(value) for value in sums):
             raise FloatingPointError(
-                f"training diverged in epoch {epoch + 1}: its loss is not finite; a smaller learning_rate may help"
+                f"{self.job.name} diverged in epoch {epoch + 1}: its loss is not finite; a smaller learning_rate may "
+                "help"
             )
         self.model.eval()
         with torch.no_grad():

@@ -141,6 +141,7 @@ def classifier_job(
     factors: dict[str, float] | None = None,
     begin: Callable[[int], None] | None = None,
     settings: dict[str, Any] | None = None,
+    name: str = "training",
     count: bool = True,
 ) -> Job:
     """The training of a classifier, for `train`; its arguments are those of `fit_classifier`.
@@ -166,6 +167,8 @@ def classifier_job(
         "images": size,
         "labels": int((labels.long() * torch.arange(1, size + 1, device=labels.device)).sum() % 2**31),
     }
+    if not callable(inputs):
+        known["sum"] = sum(float(t.nansum(dtype=torch.float64)) for t in pytree.tree_leaves(inputs) if t is not None)
     resident = callable(inputs) or _fits(fabric, *pytree.tree_leaves((inputs, validation_inputs)))
     take, take_held = (_taker(i, fabric.device, resident) for i in (inputs, validation_inputs))
     if resident:
@@ -194,6 +197,7 @@ def classifier_job(
     return Job(
         network, loss, 1 + count, summarise, evaluate, size, batch_size, learning_rate, seed=seed, begin=begin,
         resident=resident, settings=known | (settings or {}), weight_decay=weight_decay, factors=factors or {},
+        name=name,
     )  # fmt: skip
 
 
@@ -201,9 +205,9 @@ def count_right(
     model: nn.Module, take: Callable[[Tensor], Any], labels: Tensor, device: torch.device, batch_size: int
 ) -> int:
     """How many images a network in evaluation mode puts into the right class."""
-    right = torch.zeros((), dtype=torch.int64, device=device)
+    right, labels = torch.zeros((), dtype=torch.int64, device=device), labels.to(device)
     for indices in torch.arange(len(labels), device=device).split(batch_size):
-        right += (_call(model, take(indices)).argmax(1) == labels.to(device)[indices]).sum()
+        right += (_call(model, take(indices)).argmax(1) == labels[indices]).sum()
     return int(right)
 
 

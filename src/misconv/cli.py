@@ -174,6 +174,8 @@ def table(
             records = command.run(plan, progress=terminal, say=typer.echo)
         except benchmark.WrongResultError as error:
             raise _stop(f"nothing was timed, the fast path is wrong: {error}", 1) from error
+        except FloatingPointError as error:
+            raise _stop(str(error), 1) from error
         made = command.table(plan, records)
         console = Console(force_terminal=terminal, width=None if terminal else 160, highlight=False, markup=False)
         console.print(f"\n{made.heading}", style="bold", soft_wrap=not terminal)  # wider than some tables

@@ -164,10 +164,11 @@ def _fixed(norm: Any) -> Affine:
 
 def _normalize(norm: nn.BatchNorm2d, p: MFA, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     """What the normalization's own `forward` does with the statistics of a batch, for moments."""
-    momentum = 0.0
+    momentum = norm.momentum or 0.0
     if norm.training and norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
-        momentum = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+        if norm.momentum is None:
+            momentum = 1.0 / float(norm.num_batches_tracked)
     return batch_norm_moments(
         mean,
         variance,

@@ -238,13 +238,23 @@ class Experiment:
 
     def run(self, methods: Sequence[str], seeds: Sequence[int]) -> list[Record]:
         """The records of all methods with all seeds; those that are not there yet are trained."""
-        wanted = [(method, seed) for method in methods for seed in seeds]
-        todo = [unit for unit in wanted if self.cache.get(self.unit(*unit)) is None]
+        return self.records(methods, seeds, self.unit, self._train)
+
+    def records(
+        self,
+        names: Sequence[str],
+        seeds: Sequence[int],
+        unit: Callable[[str, int], dict[str, Any]],
+        train: Callable[[Sequence[tuple[str, int]]], None],
+    ) -> list[Record]:
+        """Of all names with all seeds, each of which is a unit; those that are not there are trained side by side."""
+        wanted = [(name, seed) for name in names for seed in seeds]
+        todo = [each for each in wanted if self.cache.get(unit(*each)) is None]
         limit = SIDE_BY_SIDE if self.device.type == "cuda" else max(len(seeds), 1)
         for start in range(0, len(todo), limit):
-            self._train(todo[start : start + limit])
-        records = [self.cache.get(self.unit(*unit)) for unit in wanted]
-        return [record for record in records if record is not None]
+            train(todo[start : start + limit])
+        found = [self.cache.get(unit(*each)) for each in wanted]
+        return [record for record in found if record is not None]
 
     def _train(self, units: Sequence[tuple[str, int]]) -> None:
         """Train some classifiers side by side."""
@@ -269,7 +279,8 @@ class Experiment:
         return classifier_job(
             self._network(method, seed), _at(take, rows), labels[rows], self.fabric,
             validation_inputs=_at(take, held), validation_labels=labels[held], batch_size=chosen["batch_size"],
-            learning_rate=chosen["rate"], seed=seed, settings=self.unit(method, seed), count=False,
+            learning_rate=chosen["rate"], seed=seed, settings=self.unit(method, seed),
+            name=f"{ROWS[method]}, seed {seed},", count=False,
         )  # fmt: skip
 
     def test_once(
@@ -285,11 +296,11 @@ class Experiment:
         extra: dict[str, Any] | None = None,
     ) -> tuple[dict[str, Any], Record]:
         """Look at the test images, once; returns the settings of a unit and its record."""
-        incomplete, everything = takes or (self.take(method, "test"), complete(method, self._complete("test")))
+        incomplete, everything = takes or (self.take(method, "test"), complete(method, self.whole("test")))
         best = max(history, key=lambda record: record["validation_accuracy"])
         truth = self.labels[1]
         first = getattr(network, "first", None)
-        if isinstance(first, MisConv2d):
+        if method == "misconv_dmfa" and isinstance(first, MisConv2d):  # for the figure of its responses
             store.save(first, self.cache.layer(settings))
         with torch.no_grad():
             right = [count_right(network, take, truth, self.device, 1000) for take in (incomplete, everything)]
@@ -311,7 +322,7 @@ class Experiment:
     def take(self, method: str, part: str) -> Take:
         """How a method gives training or test images to its network."""
         if method == "gt":
-            return complete(method, self._complete(part))
+            return complete(method, self.whole(part))
         if (method, part) not in self._takes:
             data = self.train if part == "train" else self.test
             self._takes[method, part] = of_method(method, data, self._prepare(method, data))
@@ -333,7 +344,8 @@ class Experiment:
             return {kind: self._tools[name]}
         return self._tools
 
-    def _complete(self, part: str) -> Tensor:
+    def whole(self, part: str) -> Tensor:
+        """Training or test images with nothing missing, for GT and for Table 2."""
         name = f"complete {part}"
         if name not in self._tools:
             self._tools[name] = (self.data.train if part == "train" else self.data.test).to(self.device)

@@ -319,6 +319,8 @@ def _one_line(parser: argparse.ArgumentParser) -> Iterator[None]:
         parser.exit(130, f"misconv: {STOPPED}\n")
     except bench.WrongResultError as error:
         parser.exit(1, f"misconv: nothing was timed, the fast path is wrong: {error}\n")
+    except FloatingPointError as error:
+        parser.exit(1, f"misconv: {error}\n")
     except OSError as error:
         written_by_us = error.strerror is not None and error.filename is None
         parser.exit(2, f"misconv: {error.strerror if written_by_us else error}\n")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from misconv import impute
 from misconv._jobs import as_floats
 from misconv.mfa import MFA
 
-__all__ = ["Incomplete", "Remembered", "complete", "of_method", "point"]
+__all__ = ["Incomplete", "Remembered", "complete", "filled", "of_method", "point", "zeros_and_mask"]
 
 Take = Callable[[Tensor], Any]  # indices (B,) -> what the network takes of these images
 CHUNK = 128  # images that a density sees at a time
@@ -55,14 +55,16 @@ class Remembered:
 
     Args:
         density: (x, observed) -> MFA, or -> filled images, which are kept as points.
-        data: the images; an image with fewer missing pixels than others is padded.
+        data: the images; an image with fewer missing pixels than others is padded. chunk: how many at a time.
 
     Called with indices (B,), it returns the MFA of these images as `density` would, but for components whose weight is
     below `LEAST`.
     """
 
     @torch.no_grad()
-    def __init__(self, density: Callable[[Tensor, Tensor], MFA | Tensor], data: Incomplete) -> None:
+    def __init__(
+        self, density: Callable[[Tensor, Tensor], MFA | Tensor], data: Incomplete, chunk: int | None = None
+    ) -> None:
         self.data = data
         missing = ~data.observed.flatten(1)  # (N, H·W)
         count = int(missing.sum(1).max())
@@ -71,7 +73,7 @@ class Remembered:
         places = missing.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :count]
         self.places = places.where(missing.gather(1, places), pixels)  # (N, M)
         parts, logs, counts = [], [], []
-        for rows in torch.arange(len(data), device=missing.device).split(CHUNK):
+        for rows in torch.arange(len(data), device=missing.device).split(chunk or CHUNK):
             p = density(*data.at(rows))
             p = MFA.point(p) if isinstance(p, Tensor) else p
             values = torch.cat([p.means.unsqueeze(2), p.noise.unsqueeze(2), p.factors], 2)  # (B, K, 2 + L, C, H, W)
@@ -105,8 +107,8 @@ class Remembered:
         )
 
     def filled(self, indices: Tensor) -> MFA:
-        """The mean of each of these MFAs, as a point: imputation by the density."""
-        return point(self(indices).mean)
+        """`filled`, of these images."""
+        return filled(self(indices))
 
 
 def of_method(method: str, data: Incomplete, tools: dict[str, Any]) -> Take:
@@ -118,13 +120,13 @@ def of_method(method: str, data: Incomplete, tools: dict[str, Any]) -> Take:
     if method == "zero":
         return lambda rows: point(impute.zero(*data.at(rows)))
     if method == "mask":
-        return lambda rows: _with_mask(*data.at(rows))
+        return lambda rows: zeros_and_mask(*data.at(rows))
     if method == "mean":
         return lambda rows: point(tools["mean"](*data.at(rows)))
     if method == "partial":
         return data.at
     if method == "knn":
-        return Remembered(tools["knn"], data)
+        return Remembered(tools["knn"], data, 4096).filled  # an imputer compares with its donors in parts of its own
     if method == "mfa":
         remembered: Remembered = tools["dmfa"]
         return remembered.filled
@@ -141,10 +143,15 @@ def complete(method: str, images: Tensor) -> Take:
         x = as_floats(images[rows])
         everything = torch.ones_like(x[:, :1], dtype=torch.bool)
         if method == "mask":
-            return _with_mask(x, everything)
+            return zeros_and_mask(x, everything)
         return (x, everything) if method == "partial" else point(x)
 
     return take
+
+
+def filled(p: MFA) -> MFA:
+    """The mean of an MFA as if it were certain: imputation by the density."""
+    return point(p.mean)
 
 
 def point(x: Tensor) -> MFA:
@@ -153,13 +160,14 @@ def point(x: Tensor) -> MFA:
     return MFA(logits, x.unsqueeze(1), factors, noise, observed, check=False)
 
 
-@lru_cache(16)
+@cache  # for good: a captured step keeps no hold of what it reads
 def _constants(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     p = MFA.point(torch.zeros(shape, dtype=dtype, device=device))
     return p.logits, p.factors, p.noise, p.observed  # type: ignore[return-value]  # a point has observed pixels
 
 
-def _with_mask(x: Tensor, observed: Tensor) -> MFA:
+def zeros_and_mask(x: Tensor, observed: Tensor) -> MFA:
+    """Zeros where nothing is observed, and the mask as one more channel; all of it certain."""
     return point(torch.cat([impute.zero(x, observed), observed.to(x.dtype)], 1))
 
 

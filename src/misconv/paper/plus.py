@@ -5,7 +5,7 @@ It learns from the same incomplete images, and its classifier is the paper's fro
 - on MNIST, where the paper has a small density network, one with skip connections, trained on regions of several shapes
   with a falling learning rate; elsewhere the paper's, which has longer to learn, predicts better;
 - augmentation: more is hidden, and images are shifted (and flipped where that keeps their meaning); what a shift brings
-  in from beyond the border is simply missing;
+  in from beyond the border is missing, with the usual mean and variance of the pixel at the border;
 - a falling learning rate, larger batches and more epochs.
 
 A variant leaves one of them out, or adds one more: the mask as a certain input channel of the first layer; weight decay
@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from misconv import impute, missing
 from misconv._engine import train
 from misconv._jobs import as_floats, classifier_job, falling
 from misconv.mfa import MFA
-from misconv.paper.classification import SIDE_BY_SIDE, VALIDATION, Experiment
-from misconv.paper.inputs import Incomplete, Remembered, Take, point
+from misconv.paper.classification import VALIDATION, Experiment
+from misconv.paper.inputs import Incomplete, Remembered, Take, complete, filled, point, zeros_and_mask
 from misconv.paper.networks import Classifier, first_layer
 from misconv.paper.scores import Record
 
@@ -44,7 +45,7 @@ _DENSITY = {
 }  # fmt: skip
 _RECIPE = {
     "batch_size": 128, "rate": 2e-3, "weight_decay": 0.0, "label_smoothing": 0.0, "mask": False, "hide": True,
-    "density": _DENSITY, "tuned": 0, "tuned_rate": 2e-4, "density_rate": 0.1,
+    "density": _DENSITY, "tuned": 0, "tuned_rate": 2e-4, "density_rate": 0.1, "beyond": "as at the border",
 }  # fmt: skip
 PLUS: dict[str, dict[str, Any]] = {
     "mnist": {**_RECIPE, "epochs": 30, "shift": 2, "flip": False},
@@ -93,8 +94,7 @@ class Plus(nn.Module):
     def forward(self, x: Tensor, observed: Tensor) -> Tensor:
         """Logits."""
         if self.density is None:
-            filled = impute.zero(x, observed)
-            p = MFA.point(torch.cat([filled, observed.to(x.dtype)], 1) if self.mask else filled)
+            p = zeros_and_mask(x, observed) if self.mask else point(impute.zero(x, observed))
         else:
             p = self.density(x, observed)
             p = with_mask(p) if self.mask else p
@@ -116,11 +116,6 @@ def with_mask(p: MFA) -> MFA:
         torch.cat([seen.expand(batch, channels, height, width), torch.ones_like(mask, dtype=torch.bool)], 1),
         check=False,
     )
-
-
-def filled(p: MFA) -> MFA:
-    """The mean of an MFA, as if it were certain: imputation."""
-    return point(p.mean)
 
 
 class Augmented:
@@ -176,12 +171,14 @@ class Augmented:
         return _gathered(x, source), _gathered(observed, source) & inside
 
     def _moved(self, p: MFA, indices: Tensor) -> MFA:
-        """Shifted and flipped; of what comes in from beyond the border only the usual mean and variance are known."""
+        """Shifted and flipped; of what comes in from beyond the border the usual mean and variance are known."""
         if not self.shift and not self.flip:
             return p
         assert p.observed is not None
         source, inside = self._source(indices, *p.shape[-2:])
-        mean, variance = self.versions.usual
+        # Places beyond the border point to the pixel at the border that is nearest.
+        shape = (len(indices), 1, *p.means.shape[2:])
+        mean, variance = (usual[:, source].movedim(1, 0).reshape(shape) for usual in self.versions.usual)
         outside = ~inside.unsqueeze(1)  # (B, 1, 1, H, W)
         return MFA(
             p.logits,
@@ -219,11 +216,20 @@ class Versions:
         self.data = Incomplete(images, observed, data.filler)
         if density is not None:
             self.remembered = Remembered(density, self.data)
-        seen = data.observed.expand(data.images.shape)
-        values, count = as_floats(data.images), seen.sum((0, 2, 3))
-        mean = (values * seen).sum((0, 2, 3)) / count
-        spread = ((values - mean.view(-1, 1, 1)).square() * seen).sum((0, 2, 3)) / count
-        self.usual = mean.view(-1, 1, 1), spread.view(-1, 1, 1)
+        self.usual = _usual(data)
+
+
+def _usual(data: Incomplete) -> tuple[Tensor, Tensor]:
+    """Mean and variance of every pixel, (C, H·W) each, over the images that show it; of its channel, if none does."""
+    values, seen = as_floats(data.images).flatten(2), data.observed.flatten(2)
+    count = seen.sum(0)  # (1, H·W)
+
+    def average(of: Tensor) -> Tensor:
+        total = (of * seen).sum(0)
+        return torch.where(count > 0, total / count.clamp_min(1), total.sum(1, keepdim=True) / count.sum())
+
+    mean = average(values)
+    return mean, average((values - mean).square())
 
 
 def _gathered(values: Tensor, source: Tensor) -> Tensor:
@@ -261,14 +267,7 @@ def unit(experiment: Experiment, variant: str, seed: int) -> dict[str, Any]:
 
 def run_plus(experiment: Experiment, seeds: Sequence[int], variants: Sequence[str] = ("everything",)) -> list[Record]:
     """The records of all variants with all seeds; those that are not there yet are trained, side by side."""
-    cache = experiment.cache
-    wanted = [(variant, seed) for variant in variants for seed in seeds]
-    todo = [u for u in wanted if cache.get(unit(experiment, *u)) is None]
-    limit = SIDE_BY_SIDE if experiment.device.type == "cuda" else max(len(seeds), 1)
-    for start in range(0, len(todo), limit):
-        _train(experiment, todo[start : start + limit])
-    records = [cache.get(unit(experiment, *u)) for u in wanted]
-    return [record for record in records if record is not None]
+    return experiment.records(variants, seeds, partial(unit, experiment), partial(_train, experiment))
 
 
 def _train(experiment: Experiment, units: Sequence[tuple[str, int]]) -> None:
@@ -283,16 +282,26 @@ def _train(experiment: Experiment, units: Sequence[tuple[str, int]]) -> None:
     checkpoints = [_stage(experiment, works, versions)]
     tuned = [work for work in works if work.chosen["tuned"]]
     if tuned:
+        before = [(work.network, work.history) for work in tuned]
         for work in tuned:
             own = copy.deepcopy(work.density)
             assert own is not None
-            work.network = Plus(own.requires_grad_(True), work.network, work.chosen["mask"])
+            work.network = Plus(own.requires_grad_(True), copy.deepcopy(work.network), work.chosen["mask"])
         checkpoints.append(_stage(experiment, tuned, versions, tuned=True))
-    complete = Incomplete(experiment.data.test.to(experiment.device), torch.ones_like(experiment.test.observed))
+        for work, (network, history) in zip(tuned, before, strict=True):
+            # All epochs compete; where no later one is better, the network stays as it was before.
+            if _best(history) >= _best(work.history):
+                work.network = network
+            later = [{**record, "epoch": record["epoch"] + len(history)} for record in work.history]
+            work.history = history + later
+    said: dict[int, Remembered] = {}
+    for work in works:
+        if work.density is not None and work.remembered and id(work.density) not in said:
+            said[id(work.density)] = Remembered(work.density, experiment.test)
     tested = [
         experiment.test_once(
             unit(experiment, work.variant, work.seed), "misconv_plus", work.seed, work.network, work.history,
-            work.seconds, len(units), (_given(experiment.test, work), _given(complete, work)),
+            work.seconds, len(units), _test_images(experiment, work, said.get(id(work.density))),
             extra={"variant": work.variant},
         )
         for work in works
@@ -352,7 +361,8 @@ def _stage(
                 batch_size=chosen["batch_size"], seed=work.seed, begin=augmented.begin,
                 learning_rate=falling(chosen[rate], epochs), weight_decay=chosen["weight_decay"],
                 label_smoothing=chosen["label_smoothing"], factors={"density.": chosen["density_rate"]},
-                settings=unit(experiment, work.variant, work.seed) | {"stage": length}, count=False,
+                settings=unit(experiment, work.variant, work.seed) | {"stage": length},
+                name=f"MisConv+ ({work.variant}), seed {work.seed},", count=False,
             )
         )  # fmt: skip
     checkpoint = experiment.cache.running([job.settings for job in jobs])
@@ -384,15 +394,15 @@ def _network(experiment: Experiment, chosen: dict[str, Any], density: nn.Module 
     return Plus(None, classifier, chosen["mask"]) if density is None else classifier
 
 
-def _given(data: Incomplete, work: _Work) -> Take:
-    """Images that no `Versions` has, as a network takes them."""
-    density, remembered = work.density, work.remembered
+def _test_images(experiment: Experiment, work: _Work, said: Remembered | None) -> tuple[Take, Take]:
+    """Incomplete and complete test images as a network takes them; `said` by its density."""
+    if not work.remembered:
+        return experiment.test.at, complete("partial", experiment.whole("test"))
+    assert said is not None
+    kept = said
+    whole = complete("mask" if work.chosen["mask"] else "misconv_dmfa", experiment.whole("test"))
+    return lambda indices: work.form(kept(indices)), whole
 
-    def take(indices: Tensor) -> Any:
-        x, observed = data.at(indices)
-        if not remembered:
-            return x, observed
-        assert density is not None
-        return work.form(density(x, observed))
 
-    return take
+def _best(history: list[dict[str, float]]) -> float:
+    return max(record["validation_accuracy"] for record in history)

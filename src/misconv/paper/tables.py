@@ -95,18 +95,20 @@ def ablation(records: Sequence[Record], datasets: Sequence[str] | None = None) -
     columns, counts = ["variant"], []
     for dataset in chosen:
         found = {variant: scores(mine, dataset=dataset, variant=variant) for variant in rows}
+        chosen_by = {v: scores(mine, "accuracy_validation", dataset=dataset, variant=v) for v in rows}
         title, whole = title_of(mine, dataset), found.get(EVERYTHING, {})
         counts.append((title, _count(found)))
-        columns += [title, f"{title}: points against {EVERYTHING}"]
+        columns += [f"{title}: validation", f"{title}: test", f"{title}: points against {EVERYTHING}"]
         for variant, cell in _cells(found).items():
             known = variant != EVERYTHING and whole and found[variant]
             against = margin(variant, found[variant], EVERYTHING, whole) if known else None
             points = (
                 against.difference + (f" ({against.chance})" if against.p is not None else "") if against else NOTHING
             )
-            rows[variant] += [cell, points]
+            seen = chosen_by[variant].values()
+            rows[variant] += [_number(fmean(seen)) if seen else NOTHING, cell, points]
     notes = [
-        f"Accuracy on incomplete test images. {_over(counts)}.",
+        f"Accuracy on incomplete images, of validation (the mean) and of the test. {_over(counts)}.",
         f"“{EVERYTHING}” is MisConv+ as a whole. Points are paired by seed, p is that of the paired t-test.",
     ]
     return Table(None, "What the ingredients of MisConv+ are worth", columns, list(rows.values()), notes)
@@ -216,7 +218,7 @@ def _quality(records: Sequence[Record], datasets: Sequence[str] | None) -> Table
     counts = []
     for dataset in chosen:
         title, numbers = title_of(mine, dataset), printed.TABLE7.get(dataset, {})
-        names = [n for n in ("SMFA", "DMFA", "DMFA+") if n in numbers or of(mine, dataset=dataset, density=n)]
+        names = [n for n in ("SMFA", "DMFA") if n in numbers or of(mine, dataset=dataset, density=n)]
         block = {name: [title, name] for name in names}
         for measure, (_, digits, better) in MEASURES.items():
             found = {name: scores(mine, measure, dataset=dataset, density=name) for name in names}
