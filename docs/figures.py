@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "pictures")
     options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # so that the pictures are the same whatever the number of cores
     with tempfile.TemporaryDirectory() as folder:
         experiment = Experiment(

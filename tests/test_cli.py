@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -180,6 +182,22 @@ def test_ctrl_c_ends_with_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert result.exit_code == 130
     assert result.stderr == "misconv: stopped before the report was written\n"
     assert not (tmp_path / "new").exists()
+
+
+def test_a_scheduler_that_ends_the_job_gets_a_line_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(data, "digits", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    result = call("demo", "--out", str(tmp_path / "new"))
+    assert result.exit_code == 143
+    assert result.stderr == "misconv: stopped before the report was written\n"
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_number_keeps_its_sign_where_only_ascii_can_be_written() -> None:
+    code = "from misconv import cli; cli.app = lambda prog_name: print('−0.67 ± 1 “é”'); cli.main()"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment)
+    assert done.stdout == b'-0.67 +- 1 "?"\n'
 
 
 def test_version_and_help() -> None:

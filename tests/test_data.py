@@ -147,6 +147,8 @@ def test_who_says_the_title(tmp_path: Path) -> None:
     file = write(tmp_path, title=np.array("House numbers"))
     assert data.load("svhn", file).title == "House numbers"
     assert data.load("svhn", file, title="Mine").title == "Mine"
+    with pytest.raises(ValueError, match="title must be one line that can be printed, got 'a.nb'"):
+        data.load("svhn", file, title="a\nb")
 
 
 def test_a_file_of_another_name_will_do(tmp_path: Path) -> None:

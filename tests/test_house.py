@@ -155,6 +155,7 @@ MAY_IMPORT = {
         "paper/cache",
         "paper/classification",
         "paper/plus",
+        "paper/quality",
         "paper/scores",
     },
     "cli": {"torch", "typer", "rich", "bench", "demo", "paper", "report"},

@@ -215,6 +215,17 @@ def test_a_plan_of_another_format_is_left_alone(tmp_path: Path) -> None:
     assert list((tmp_path / "running").iterdir()) == [path]
 
 
+def test_what_a_killed_process_left_half_written_goes_after_a_while(tmp_path: Path) -> None:
+    Cache(tmp_path)
+    old, new = (tmp_path / "densities" / f".{name}.tmp" for name in ("old", "new"))
+    for path in (old, new):
+        path.write_text("half of")
+    os.utime(old, (1e9, 1e9))
+    Cache(tmp_path)
+    assert not old.exists()
+    assert new.exists()  # somebody may be writing it
+
+
 # Refused -----------------------------------------------------------------------------------------------------------
 
 

@@ -539,6 +539,15 @@ def test_what_is_there_is_not_trained_again(tmp_path: Path) -> None:
     assert set(experiment.networks) == {("zero", None, 0), ("mask", None, 0), ("mask", None, 1)}
 
 
+def test_a_density_without_any_error_has_no_psnr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from misconv.paper import quality
+
+    monkeypatch.setattr(quality, "quality", lambda *arguments: {"nll": -1.0, "psnr": math.inf})
+    record = Spied(tmp_path).quality("smfa")
+    assert (record["nll"], record["psnr"]) == (-1.0, None)
+    assert Spied(tmp_path).quality("smfa") == record
+
+
 # Killed ------------------------------------------------------------------------------------------------------------
 
 KILLED = ["zero", "misconv_dmfa"]

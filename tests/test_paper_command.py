@@ -150,7 +150,7 @@ def test_what_is_there_is_only_printed(file: Path, first: tuple[Path, Result]) -
         assert (out / f"table-{number}.json").is_file()
     fewer = digits("2", file, out, "--no-plus", seeds=1)
     assert "One seed." in fewer.stdout
-    assert re.search(r"^ *MisConv\+ +– *$", fewer.stdout, re.MULTILINE)
+    assert "MisConv+" not in fewer.stdout  # a row that nobody asked for
 
 
 def test_a_table_that_is_stopped_again_and_again_comes_out_the_same(
@@ -223,6 +223,28 @@ def test_several_data_sets_stand_side_by_side(file: Path, tmp_path: Path, monkey
         assert re.search(rf"^ *{name}( +1?\.\d+){{2}} *$", shown(result), re.MULTILINE)
 
 
+@pytest.mark.usefixtures("no_training")
+def test_one_thread_makes_a_table_on_a_cpu(
+    file: Path, first: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums depend on the number of threads."""
+    seen: list[int] = []
+    made = command._units
+
+    def spy(*arguments: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return made(*arguments)
+
+    monkeypatch.setattr(command, "_units", spy)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert digits("1", file, first[0]).exit_code == 0
+        assert (seen, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_without_the_command_line(file: Path, tmp_path: Path) -> None:
     """In a new process without typer and rich, with as few epochs as `--quick` takes."""
     code = (
@@ -290,7 +312,8 @@ def refused(result: Result, message: str) -> None:
         (["1", "--dataset", "mine", "--data", "a.npz", "--data", "b.npz"], "--data must be given once for each --dataset, got 2 files for mine"),
         (["1", "--dataset", "a/b", "--data", "a.npz"], 'name must consist of letters, digits, "-" and "_", got \'a/b\''),
         (["1", "--dataset", "mine", "--data", "nowhere.npz"], "file must be an .npz file, got nowhere.npz, and there is no such file"),
-        (["1", "--dataset", "digits", "--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["1", "--dataset", "digits", "--seeds", "0"], "--seeds must be between 1 and 1000, got 0"),
+        (["1", "--dataset", "digits", "--seeds", str(10**11)], "--seeds must be between 1 and 1000, got 100000000000"),
         (["1", "--dataset", "digits", "--device", "tpu"], "--device must be cuda or cpu, got 'tpu'"),
         (["1", "--dataset", "digits", "--device", "cuda"], "--device cuda needs a GPU that torch can use, and there is none; --device cpu works anywhere"),
         (["10", "--dataset", "digits"], "table 10 times the layer, and takes no --dataset"),
@@ -317,6 +340,8 @@ def test_what_cannot_be_had_is_refused_before_the_work(
         ({"x_test": np.zeros((40, 9, 9), np.uint8)}, "x_train and x_test of bad.npz must hold images of one shape, .*"),
         ({"y_test": np.zeros(39, int)}, "y_test of bad.npz must hold one label for each image, .*"),
         ({"x_train": np.zeros((2, 8, 8), np.uint8), "y_train": np.arange(2), "y_test": np.zeros(40, int)}, "mine must have at least 100 training images, got 2"),
+        ({"x_train": np.zeros((120, 1, 9), np.uint8), "x_test": np.zeros((40, 1, 9), np.uint8)}, "mine must have images of at least 2×2 pixels, got 1×9"),
+        ({"title": np.array("\x1b[31mred")}, "title .*must be one line that can be printed, got '.x1b.31mred'"),
     ],
 )  # fmt: skip
 def test_wrong_arrays_are_refused(change: dict[str, Any], message: str, file: Path, tmp_path: Path) -> None:
@@ -325,6 +350,19 @@ def test_wrong_arrays_are_refused(change: dict[str, Any], message: str, file: Pa
     np.savez(tmp_path / "bad.npz", **arrays)
     refused(call("1", "--dataset", "mine", "--data", tmp_path / "bad.npz", "--out", tmp_path / "new"), message)
     assert not (tmp_path / "new").exists()
+
+
+def test_images_too_small_for_ssim_are_refused_before_the_work(file: Path, tmp_path: Path) -> None:
+    with np.load(file) as archive:
+        arrays = {name: array[:, :5] if name.startswith("x") else array for name, array in archive.items()}
+    np.savez(tmp_path / "low.npz", **arrays)
+    asked = ("--dataset", "mine", "--data", tmp_path / "low.npz", "--out", tmp_path / "new")
+    refused(call("7", *asked), "mine must have images of at least 6×6 pixels, got 5×8")
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_home_of_nobody_is_refused(file: Path) -> None:
+    refused(digits("1", file, Path("~nobody-of-that-name/x")), "--out must be a folder, got ~nobody-of-that-name/x: .*")
 
 
 def test_a_folder_that_is_a_file_is_refused(file: Path, tmp_path: Path) -> None:
@@ -381,6 +419,7 @@ def test_a_damaged_file_is_named_and_kept(
     result = digits("8", file, tmp_path)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert result.stderr.startswith(f"misconv: cannot load {path}: the file is damaged or cut short; ")
+    assert result.stderr.endswith("; move it away to have it made again\n")
     assert path.exists()
 
 

@@ -6,12 +6,15 @@ anything else is a mistake of ours and keeps its traceback. Heavy imports wait i
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import io
 import itertools
 import re
+import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,6 +38,7 @@ __all__ = ["app", "main"]
 # To see that everything works; the numbers mean little.
 QUICK: dict[str, Any] = {"images": 460, "train": 300, "validation": 60, "dmfa_epochs": 6, "classifier_epochs": 3}
 LARGEST_SEED = 2**31 - 1
+ASCII = {"−": "-", "–": "-", "×": "x", "±": "+-", "µ": "u", "“": '"', "”": '"', "…": "...", "·": "*", "σ": "sd"}
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -43,8 +47,16 @@ def main() -> None:
     """The entry point of `misconv` and `python -m misconv`."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a ± must not end the run where the output knows only ASCII
+            # A ± must not end the run where the output knows only ASCII; nor may a number lose its sign.
+            codecs.register_error("misconv", _spelled)
+            stream.reconfigure(errors="misconv")
     app(prog_name="misconv")
+
+
+def _spelled(error: UnicodeError) -> tuple[str, int]:
+    """What stands in ASCII for a character that cannot be written."""
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(ASCII.get(c, "?") for c in error.object[error.start : error.end]), error.end
 
 
 def _version(asked: bool) -> None:
@@ -273,7 +285,20 @@ def _reason(error: OSError | ImportError) -> str:
 
 @contextlib.contextmanager
 def _interruptible(message: str) -> Iterator[None]:
+    """Ctrl-C, and the signal by which schedulers end a job, end with a message and a whole terminal."""
+    code = 130
+
+    def terminated(*_: object) -> None:
+        nonlocal code
+        code = 128 + signal.SIGTERM
+        raise KeyboardInterrupt
+
+    main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, terminated) if main_thread else None
     try:
         yield
     except KeyboardInterrupt as error:
-        raise _stop(message, 130) from error
+        raise _stop(message, code) from error
+    finally:
+        if main_thread:
+            signal.signal(signal.SIGTERM, before)

@@ -147,6 +147,8 @@ def _check_title(name: str, title: object) -> None:
         raise TypeError(f"{name} must be a string, got {describe(title)}")
     if not title.strip():
         raise ValueError(f"{name} must not be empty, got {title!r}")
+    if not title.isprintable():
+        raise ValueError(f"{name} must be one line that can be printed, got {title!r}")
 
 
 def _path(name: str, value: str | Path) -> Path:

@@ -6,9 +6,11 @@ overwritten by something else, because other settings have another name.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ __all__ = ["FORMAT", "Cache", "key"]
 
 # Of the files, and of what settings mean: a change of either must not be taken for the old.
 FORMAT = 2
+LEFT_BEHIND = 3600.0  # seconds after which nobody writes a file any more
 
 Settings = dict[str, Any]
 
@@ -49,6 +52,10 @@ class Cache:
                 raise PermissionError(f"{self.folder} must be a folder you may write to, got {place}") from error
             if not os.access(place, os.W_OK):
                 raise PermissionError(f"{self.folder} must be a folder you may write to, got {place}")
+            for path in place.glob(".*.tmp"):  # of a process that was killed while it wrote
+                with contextlib.suppress(OSError):
+                    if time.time() - path.stat().st_mtime > LEFT_BEHIND:
+                        path.unlink()
         for plan in (self.folder / "running").glob(f"*-{FORMAT}.json"):
             self._settle(plan)
 

@@ -8,6 +8,7 @@ regions, split and densities are the same for all of them, so methods can be com
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -219,7 +220,9 @@ class Experiment:
 
         density = self.density(kind)
         fitted = self.cache.get(self.density_settings(kind))
-        measured = quality(density, self.data.test.to(self.device), self.test.observed)
+        found = quality(density, self.data.test.to(self.device), self.test.observed)
+        # The PSNR of images that were all filled without any error is no number that JSON knows.
+        measured = {name: value if math.isfinite(value) else None for name, value in found.items()}
         seconds = {} if fitted is None else {"seconds": fitted["seconds"]}
         return self.cache.keep(
             settings, {"kind": "density", **self._circumstances(), "density": NAMES[kind], **measured, **seconds}

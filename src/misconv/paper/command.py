@@ -26,6 +26,7 @@ from misconv.paper import tables
 from misconv.paper.cache import Cache
 from misconv.paper.classification import METHODS, SETTINGS, SHAPES, Experiment
 from misconv.paper.plus import PLUS, run_plus, variants_of
+from misconv.paper.quality import SMALLEST
 from misconv.paper.scores import Record
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ FEW_EPOCHS = {"dmfa": 1, "smfa": 2, "classifier": 1}
 # A tenth of them has to choose the epoch, and no pixel may be missing in all of them.
 FEWEST = 100
 STOPPED = "stopped; call it again to go on where it was"
+MOST_SEEDS = 1000
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,14 +98,17 @@ def prepare(
     if number == "ablation" and not plus:
         raise ValueError("the ablation is of MisConv+, which --no-plus leaves out")
     names = _names(number, datasets, files)
-    if seeds < 1:
-        raise ValueError(f"--seeds must be at least 1, got {seeds}")
+    if not 1 <= seeds <= MOST_SEEDS:
+        raise ValueError(f"--seeds must be between 1 and {MOST_SEEDS}, got {seeds}")
     _check_device(device)
-    folder = Path(folder).expanduser()
+    try:
+        folder = Path(folder).expanduser()
+    except RuntimeError as error:  # nobody has that name
+        raise ValueError(f"--out must be a folder, got {folder}: {error}") from error
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"--out must be a folder, got {folder}, which is a file")
     given: Sequence[str | Path | None] = files or [None] * len(names)
-    images = [_load(name, file) for name, file in zip(names, given, strict=True)]
+    images = [_load(number, name, file) for name, file in zip(names, given, strict=True)]
     plan = Plan(number, [_few(i) for i in images] if quick else images, seeds, folder, device, quick, plus)
     if number == "10" and not plan.file("-bench.json").exists():
         bench.choose(device, ["table10"], plan.file("-bench.json"))
@@ -134,13 +139,17 @@ def _check_device(device: str | None) -> None:
         raise ValueError("--device cuda needs a GPU that torch can use, and there is none; --device cpu works anywhere")
 
 
-def _load(name: str, file: str | Path | None) -> data.ImageSet:
+def _load(number: str, name: str, file: str | Path | None) -> data.ImageSet:
     try:
         images = data.load(name, file)
     except TypeError as error:  # of arrays: the user's, like all that is wrong with a file
         raise ValueError(str(error)) from error
     if len(images.train) < FEWEST:
         raise ValueError(f"{name} must have at least {FEWEST} training images, got {len(images.train)}")
+    height, width = images.shape[1:]
+    least = SMALLEST if number == "7" else 2  # of smaller ones there would be no SSIM, or nothing left to see
+    if min(height, width) < least:
+        raise ValueError(f"{name} must have images of at least {least}×{least} pixels, got {height}×{width}")
     return images
 
 
@@ -172,6 +181,7 @@ def run(plan: Plan, *, progress: bool = False, say: Callable[[str], None] = lamb
         if plan.table == "10":
             return [_times(plan, say)]
         cache, fabric = Cache(plan.folder), fabric_on(plan.device)
+    with _files_of(plan.folder), _one_thread(fabric.device):
         found = []
         for images in plan.images:
             few = _quick_settings(images.name) if plan.quick else None
@@ -179,6 +189,18 @@ def run(plan: Plan, *, progress: bool = False, say: Callable[[str], None] = lamb
                 experiment = Experiment(images, shape, cache, fabric, settings=few, progress=progress, say=say)
                 found += _units(plan, experiment)
         return found
+
+
+@contextlib.contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """On a CPU, so that sums, and with them the table, do not depend on the number of cores."""
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _units(plan: Plan, experiment: Experiment) -> list[Record]:
@@ -243,7 +265,8 @@ def _files_of(folder: Path) -> Iterator[None]:
         parts = ("records", "densities", "layers", "running", "table-10")
         if not any(str(folder / part) in str(error) for part in parts):
             raise
-        raise OSError(str(error)) from error
+        made_again = "; move it away to have it made again" if str(error).startswith("cannot load") else ""
+        raise OSError(f"{error}{made_again}") from error
 
 
 # The result ----------------------------------------------------------------------------------------------------------

@@ -273,7 +273,9 @@ def run_plus(experiment: Experiment, seeds: Sequence[int], variants: Sequence[st
 def _train(experiment: Experiment, units: Sequence[tuple[str, int]]) -> None:
     recipes = [recipe(experiment, variant) for variant, _ in units]
     densities = [_density(experiment, chosen) for chosen in recipes]
-    experiment.say(f"{experiment.data.title}, {experiment.shape}: training MisConv+; {len(units)} side by side")
+    names = ", ".join(dict.fromkeys(variant for variant, _ in units))
+    what = "MisConv+" if names == "everything" else f"MisConv+ ({names})"
+    experiment.say(f"{experiment.data.title}, {experiment.shape}: training {what}; {len(units)} side by side")
     works = [
         _Work(variant, seed, chosen, density, _network(experiment, chosen, density, seed))
         for (variant, seed), chosen, density in zip(units, recipes, densities, strict=True)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from misconv._checks import check_images, check_observed, check_size, describe
 from misconv.mfa import MFA
 
-__all__ = ["most_probable", "quality"]
+__all__ = ["SMALLEST", "most_probable", "quality"]
 
-_SMALLEST = 6  # pixels: the window of SSIM, 11×11, reaches 5 beyond the image, and reflection needs one more than that
+SMALLEST = 6  # pixels: the window of SSIM, 11×11, reaches 5 beyond the image, and reflection needs one more than that
 
 
 @torch.no_grad()
@@ -143,8 +143,8 @@ def _check(images: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
             )
     elif images.dim() != 4 or 0 in images.shape:
         raise ValueError(f"images must have shape (N, C, H, W) with no empty dimension, got {describe(images)}")
-    if min(images.shape[-2:]) < _SMALLEST:
-        raise ValueError(f"images must have at least {_SMALLEST}×{_SMALLEST} pixels for SSIM, got {describe(images)}")
+    if min(images.shape[-2:]) < SMALLEST:
+        raise ValueError(f"images must have at least {SMALLEST}×{SMALLEST} pixels for SSIM, got {describe(images)}")
     observed = check_observed("observed", observed, images, check=True)
     if observed.all():
         raise ValueError("observed must hide at least one pixel, for that is what the density has to predict")
