@@ -662,3 +662,28 @@ def test_a_real_graph_takes_the_same_steps(fabric: Fabric) -> None:
             torch.testing.assert_close(value, expected, rtol=0, atol=2e-3)
     assert histories[0][0]["loss"] == pytest.approx(histories[2][0]["loss"], rel=1e-3)
     assert histories[0][0]["loss"] != pytest.approx(histories[1][0]["loss"], rel=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures a real CUDA graph")
+def test_a_real_graph_is_continued(fabric: Fabric, tmp_path: Path) -> None:
+    """With the network that lies in memory in another order than in a file."""
+    x, labels = data.digits()
+    x, labels = x[:123].to(fabric.device), labels[:123].to(fabric.device)
+
+    def made() -> list[Job]:
+        jobs = []
+        for seed in (0, 1):
+            torch.manual_seed(0)
+            module = Classifier(first_layer("zero", 1), (1, 8, 8), 10, "large")
+            options: dict[str, Any] = {"batch_size": 24, "learning_rate": 1e-3, "seed": seed}
+            jobs.append(classifier_job(module, MFA.point(x), labels, fabric, **options))
+        return jobs
+
+    straight, again, path = made(), made(), tmp_path / "run.safetensors"
+    histories = train(straight, fabric, epochs=3, progress=False)
+    train(made(), fabric, epochs=2, checkpoint=path, progress=False)
+    continued = train(again, fabric, epochs=3, checkpoint=path, progress=False)
+    for one, other, found, expected in zip(again, straight, continued, histories, strict=True):
+        assert found[-1]["loss"] == pytest.approx(expected[-1]["loss"], rel=1e-2)
+        for value, wanted in zip(one.module.state_dict().values(), other.module.state_dict().values(), strict=True):
+            torch.testing.assert_close(value, wanted, rtol=0, atol=1e-2)
