@@ -116,18 +116,18 @@ def test_a_table_has_all_its_rows(first: tuple[Path, Result]) -> None:
     assert re.search(r"^ *ACFlow \* +to follow *$", shown(result), re.MULTILINE)
     assert "Mean ± standard deviation over 2 seeds." in result.stdout
     assert "**" not in result.stdout
-    assert result.stdout.endswith(f"\nRecords: {out / 'table-1.json'}\n")
+    assert result.stdout.endswith(f"\nRecords: {out / 'table-1-digits.json'}\n")
     assert all(character.isprintable() or character == "\n" for character in result.stdout)
 
 
 def test_the_records_say_all_that_is_needed_to_repeat_them(first: tuple[Path, Result]) -> None:
-    records = read(first[0] / "table-1.json")
+    records = read(first[0] / "table-1-digits.json")
     assert len(records) == 2 * len(HERE)
     for record in records:
         assert record.keys() >= FIELDS
         assert (record["dataset"], record["shape"]) == ("digits", "square")
         assert record["settings"]["seed"] == record["seed"]
-    markdown = (first[0] / "table-1.md").read_text(encoding="utf-8")
+    markdown = (first[0] / "table-1-digits.md").read_text(encoding="utf-8")
     assert markdown.startswith("# Table 1: Accuracy on incomplete test images\n\n| method | digits (here) |\n")
     assert markdown.count("\n| ") == 2 + len(METHODS)
     assert list((first[0] / "running").iterdir()) == []
@@ -147,7 +147,7 @@ def test_what_is_there_is_only_printed(file: Path, first: tuple[Path, Result]) -
         assert other.exit_code == 0, other.output
         assert other.stdout.strip().startswith(f"Table {number}: Accuracy")
         assert all(title in " ".join(other.stdout.split()) for title in titles)
-        assert (out / f"table-{number}.json").is_file()
+        assert (out / f"table-{number}-digits.json").is_file()
     fewer = digits("2", file, out, "--no-plus", seeds=1)
     assert "One seed." in fewer.stdout
     assert "MisConv+" not in fewer.stdout  # a row that nobody asked for
@@ -170,12 +170,12 @@ def test_a_table_that_is_stopped_again_and_again_comes_out_the_same(
     while results[-1].exit_code == 130:
         assert results[-1].stderr == "misconv: stopped; call it again to go on where it was\n"
         assert "Table 1" not in results[-1].stdout
-        assert not (tmp_path / "table-1.json").exists()
+        assert not (tmp_path / "table-1-digits.json").exists()
         results.append(digits("1", file, tmp_path))
     assert results[-1].exit_code == 0, results[-1].output
     assert len(results) > 3
     assert shown(results[-1]) == shown(first[1])
-    assert numbers(read(tmp_path / "table-1.json")) == numbers(read(first[0] / "table-1.json"))
+    assert numbers(read(tmp_path / "table-1-digits.json")) == numbers(read(first[0] / "table-1-digits.json"))
 
 
 def test_shapes_share_the_classifiers_of_complete_images(
@@ -186,7 +186,7 @@ def test_shapes_share_the_classifiers_of_complete_images(
     assert result.exit_code == 0, result.output
     assert "training gt" not in result.stdout
     assert re.search(r"^ *GT \*( +1?\.\d+){3} *$", shown(result), re.MULTILINE)
-    found = [(r["shape"], r["method"]) for r in read(first[0] / "table-9.json")]
+    found = [(r["shape"], r["method"]) for r in read(first[0] / "table-9-digits.json")]
     assert found == [("square", "zero"), ("square", "gt"), ("trapezoid", "zero"), ("noise", "zero")]
 
 
@@ -195,7 +195,7 @@ def test_the_quality_of_densities(file: Path, first: tuple[Path, Result]) -> Non
     assert result.exit_code == 0, result.output
     for name in ("SMFA", "DMFA"):
         assert re.search(rf"^ *digits +{name}( +−?[\d.]+){{4}} *$", shown(result), re.MULTILINE)
-    assert [r["kind"] for r in read(first[0] / "table-7.json")] == ["density"] * 2
+    assert [r["kind"] for r in read(first[0] / "table-7-digits.json")] == ["density"] * 2
 
 
 def test_the_ablation_has_all_variants(file: Path, first: tuple[Path, Result]) -> None:
@@ -206,7 +206,7 @@ def test_the_ablation_has_all_variants(file: Path, first: tuple[Path, Result]) -
         assert re.search(rf"^ *{re.escape(variant)} +1?\.\d+ +1?\.\d+ +[–−+][\d.]* *$", result.stdout, re.MULTILINE), (
             variant
         )
-    records = read(first[0] / "table-ablation.json")
+    records = read(first[0] / "table-ablation-digits.json")
     assert [r["variant"] for r in records] == wanted
     assert {r["kind"] for r in records} == {"ablation"}
 
@@ -218,7 +218,7 @@ def test_several_data_sets_stand_side_by_side(file: Path, tmp_path: Path, monkey
         "--seeds", "1",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    assert {r["dataset"] for r in read(tmp_path / "table-8.json")} == {"digits", "mine"}
+    assert {r["dataset"] for r in read(tmp_path / "table-8-digits-mine.json")} == {"digits", "mine"}
     for name in ("digits", "mine"):
         assert re.search(rf"^ *{name}( +1?\.\d+){{2}} *$", shown(result), re.MULTILINE)
 
@@ -256,7 +256,7 @@ def test_without_the_command_line(file: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"^digits +\.\d+ +\.\d+$", done.stdout, re.MULTILINE)
     assert "A quick run with few images and epochs: these numbers mean nothing." in done.stdout
-    records = read(tmp_path / "table-8-quick.json")
+    records = read(tmp_path / "table-8-digits-quick.json")
     assert [(r["method"], r["epochs"]) for r in records] == [("mfa", 1), ("misconv_dmfa", 1)]
 
 
@@ -433,7 +433,7 @@ def test_a_full_disk_costs_the_files_but_not_the_numbers(
     result = digits("1", file, first[0])
     assert result.exit_code == 2
     assert shown(result) == shown(first[1]).rstrip() + "\n"
-    assert re.fullmatch(r"misconv: cannot write .*table-1.md: No space left on device\n", result.stderr)
+    assert re.fullmatch(r"misconv: cannot write .*table-1-digits.md: No space left on device\n", result.stderr)
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, ImportError, TypeError])

@@ -62,8 +62,10 @@ class Plan:
     plus: bool
 
     def file(self, kind: str) -> Path:
-        """Where something of this table goes; a quick run does not replace what took long."""
-        return self.folder / f"table-{self.table}{'-quick' if self.quick else ''}{kind}"
+        """Where something of this table goes; a quick run, or one of other data, does not replace what took long."""
+        names = tuple(images.name for images in self.images)
+        parts = ["table", self.table, *(names if names != DATASETS.get(self.table, USUAL) else ())]
+        return self.folder / f"{'-'.join([*parts, *['quick'] * self.quick])}{kind}"
 
 
 # What was asked for --------------------------------------------------------------------------------------------------
