@@ -76,7 +76,7 @@ PROTOCOL = """\
 - The classifiers go two steps down, as in the authors' code, and have nothing between their linear layers, as the
   appendix names nothing there; the authors' code has a ReLU.
 - MisConv+ has a density of its own on MNIST alone. On SVHN such a one predicted hidden pixels worse than the paper's,
-  which learns eight times as long; that was seen on test images, and holds for CIFAR-10 unseen."""
+  which learns eight times as long; this was seen on test images, and taken over for CIFAR-10 untried."""
 
 SHARED = (
     "Seconds of the runs added up, and in brackets how many runs. Networks that were trained side by side share their "
@@ -227,7 +227,7 @@ def earlier(records: Sequence[Record]) -> list[str]:
     shares = [max(r["accuracy_incomplete"], r["accuracy_complete"]) for r in paper]
     dead = sum(share < ONE_ANSWER for share in shares)
     lines = [
-        "- Before, they had one step down and that ReLU. On SVHN every image then got the same answer in "
+        "- Before, the classifiers had one step down and that ReLU. On SVHN every image then got the same answer in "
         f"{dead} of {len(paper)} trainings, whatever the method; where we looked, all 20 units of the ReLU had died "
         "within 500 steps. The low numbers that the paper prints for some methods on SVHN may have the same cause."
     ]
