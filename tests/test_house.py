@@ -116,11 +116,12 @@ MAY_IMPORT = {
         "paper/scores",
         "_jobs",
     },
+    "paper/augment": {"torch", "mfa", "missing", "paper/inputs", "_jobs"},
     "paper/plus": {
         "torch",
         "impute",
         "mfa",
-        "missing",
+        "paper/augment",
         "paper/classification",
         "paper/scores",
         "paper/inputs",

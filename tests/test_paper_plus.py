@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from misconv import MFA, ConvDMFA, MisConv2d, impute
 from misconv.functional import conv2d_moments
 from misconv.paper import classification, plus
+from misconv.paper.augment import EXTRA, Augmented, Versions
 from misconv.paper.cache import key
 from misconv.paper.inputs import Incomplete, filled
-from misconv.paper.plus import EXTRA, VARIANTS, Augmented, Plus, Versions, run_plus, with_mask
+from misconv.paper.plus import VARIANTS, Plus, run_plus, with_mask
 from tests.reference import random_mfa, tolerance
 from tests.test_paper_classification import (
     FIELDS,

@@ -1,0 +1,143 @@
+"""Augmentation of incomplete images, and of what a density says about them.
+
+A density that no longer changes is asked once: of every training image it sees four versions, of which nothing, 1/16,
+1/8 and 1/4 more is hidden, and what it says is kept; shifts and flips act on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from misconv import missing
+from misconv._jobs import as_floats
+from misconv.mfa import MFA
+from misconv.paper.inputs import Incomplete, Remembered
+
+__all__ = ["EXTRA", "Augmented", "Versions"]
+
+EXTRA = (1 / 16, 1 / 8, 1 / 4)  # how much more is hidden of every second image
+
+
+class Augmented:
+    """Incomplete images, of which more is hidden, shifted and flipped anew in every epoch.
+
+    Args:
+        versions: the images with nothing more hidden, then all of them again with more and more hidden.
+        rows: which images of a version.
+        hide: whether to use the versions with more hidden. shift: by at most so many pixels. flip: left and right.
+        remembered: whether to return what `versions` remembers, MFAs, after `form`; otherwise images and their masks.
+    """
+
+    def __init__(
+        self,
+        versions: Versions,
+        rows: Tensor,
+        seed: int,
+        *,
+        hide: bool,
+        shift: int,
+        flip: bool,
+        remembered: bool,
+        form: Callable[[MFA], MFA] = lambda p: p,
+    ) -> None:
+        self.versions, self.rows, self.seed = versions, rows, seed
+        self.hide, self.shift, self.flip, self.remembered, self.form = hide, shift, flip, remembered, form
+        self.virtual = rows.clone()  # the version of each image in this epoch
+        self.moves = torch.zeros(3, len(rows), dtype=torch.int64, device=rows.device)  # down, right, flipped
+
+    def begin(self, epoch: int) -> None:
+        """Draw for one epoch, into the memory that a captured step reads."""
+        device, size = self.rows.device, len(self.rows)
+        generator = torch.Generator(device).manual_seed(self.seed * 1_000_003 + 700_000 + epoch)
+        if self.hide:
+            # Every second image as it is, the others in one of the versions of which more is hidden.
+            draw = torch.randint(2 * len(EXTRA), (size,), generator=generator, device=device)
+            version = torch.where(draw < len(EXTRA), 0, draw - len(EXTRA) + 1)
+            self.virtual.copy_(self.rows + version * self.versions.size)
+        if self.shift:
+            self.moves[:2].random_(-self.shift, self.shift + 1, generator=generator)
+        if self.flip:
+            self.moves[2].random_(0, 2, generator=generator)
+
+    def __call__(self, indices: Tensor) -> Any:
+        """MFAs, or images and what is observed of them."""
+        virtual = self.virtual[indices]
+        if self.remembered:
+            return self.form(self._moved(self.versions.remembered(virtual), indices))
+        x, observed = self.versions.data.at(virtual)
+        if not self.shift and not self.flip:
+            return x, observed
+        source, inside = self._source(indices, *x.shape[-2:])
+        return _gathered(x, source), _gathered(observed, source) & inside
+
+    def _moved(self, p: MFA, indices: Tensor) -> MFA:
+        """Shifted and flipped; of what comes in from beyond the border the usual mean and variance are known."""
+        if not self.shift and not self.flip:
+            return p
+        assert p.observed is not None
+        source, inside = self._source(indices, *p.shape[-2:])
+        # Places beyond the border point to the pixel at the border that is nearest.
+        shape = (len(indices), 1, *p.means.shape[2:])
+        mean, variance = (usual[:, source].movedim(1, 0).reshape(shape) for usual in self.versions.usual)
+        outside = ~inside.unsqueeze(1)  # (B, 1, 1, H, W)
+        return MFA(
+            p.logits,
+            torch.where(outside, mean, _gathered(p.means, source)),
+            _gathered(p.factors, source).masked_fill(outside.unsqueeze(1), 0),
+            torch.where(outside, variance, _gathered(p.noise, source)),
+            _gathered(p.observed, source) & inside,
+            check=False,
+        )
+
+    def _source(self, indices: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+        """Where each pixel comes from, (B, H·W), and whether that is inside, (B, 1, H, W)."""
+        down, right, flipped = self.moves[:, indices].unsqueeze(-1)  # (B, 1) each
+        rows = torch.arange(height, device=down.device) + down  # (B, H)
+        columns = torch.arange(width, device=down.device)
+        columns = torch.where(flipped > 0, width - 1 - columns, columns) + right  # (B, W)
+        inside = ((rows >= 0) & (rows < height)).unsqueeze(2) & ((columns >= 0) & (columns < width)).unsqueeze(1)
+        source = rows.clamp(0, height - 1).unsqueeze(2) * width + columns.clamp(0, width - 1).unsqueeze(1)
+        return source.flatten(1), inside.unsqueeze(1)
+
+
+class Versions:
+    """All training images, then all of them again for each of `EXTRA`, with so much more hidden.
+
+    Args:
+        data: the images. density: what `remembered` remembers of all versions; None if nobody asks.
+    """
+
+    def __init__(self, data: Incomplete, density: nn.Module | None = None) -> None:
+        self.size = len(data)
+        generator = torch.Generator().manual_seed(4)
+        more = [missing.hide(data.observed, fraction=fraction, generator=generator) for fraction in EXTRA]
+        observed = torch.cat([data.observed, *more])
+        images = data.images.repeat(len(EXTRA) + 1, 1, 1, 1)
+        self.data = Incomplete(images, observed, data.filler)
+        if density is not None:
+            self.remembered = Remembered(density, self.data)
+        self.usual = _usual(data)
+
+
+def _usual(data: Incomplete) -> tuple[Tensor, Tensor]:
+    """Mean and variance of every pixel, (C, H·W) each, over the images that show it; of its channel, if none does."""
+    values, seen = as_floats(data.images).flatten(2), data.observed.flatten(2)
+    count = seen.sum(0)  # (1, H·W)
+
+    def average(of: Tensor) -> Tensor:
+        total = (of * seen).sum(0)
+        return torch.where(count > 0, total / count.clamp_min(1), total.sum(1, keepdim=True) / count.sum())
+
+    mean = average(values)
+    return mean, average((values - mean).square())
+
+
+def _gathered(values: Tensor, source: Tensor) -> Tensor:
+    """Pixels (B, …, H, W) from where `source` (B, H·W) says."""
+    index = source.view(len(source), *(1,) * (values.dim() - 3), -1)
+    flat = values.flatten(-2)
+    return flat.gather(-1, index.expand(flat.shape)).view(values.shape)
