@@ -13,6 +13,7 @@ Four machines with eight GPUs each, started on every one of them:
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 
 import torch
@@ -66,5 +67,6 @@ if __name__ == "__main__":
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--epochs", type=int, default=2)
     main(**vars(parser.parse_args()))
-    if torch.distributed.is_initialized():  # so that its threads have ended before the process does
+    if torch.distributed.is_initialized():
+        gc.collect()  # networks that still know the group would keep its threads alive beyond the end of Python
         torch.distributed.destroy_process_group()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import warnings
 from collections.abc import Callable
@@ -460,6 +461,8 @@ def gradients_of_half(rank: int, meeting: str, gradients: str) -> None:
     wrapped(x[half], observed[half]).square().mean().backward()
     if rank == 0:
         torch.save({name: p.grad for name, p in net.named_parameters()}, gradients)
+    del wrapped
+    gc.collect()  # what still knows the group would keep its threads alive beyond the end of Python
     distributed.destroy_process_group()
 
 

@@ -268,7 +268,7 @@ def test_an_unwritable_checkpoint_says_so(tmp_path: Path) -> None:
 # Processes ---------------------------------------------------------------------------------------------------------
 
 TWO = """
-import sys, torch
+import gc, sys, torch
 from lightning_fabric import Fabric
 from misconv import SMFA, ConvDMFA, data, fit_density, missing
 torch.set_num_threads(1)
@@ -289,6 +289,7 @@ fit_density(mixture, x, observed, epochs=3, fabric=fabric, progress=False)
 if fabric.global_rank == 0:
     torch.save((density.state_dict() | mixture.state_dict(), history), sys.argv[2])
 if torch.distributed.is_initialized():
+    gc.collect()  # what still knows the group would keep its threads alive beyond the end of Python
     torch.distributed.destroy_process_group()
 """
 
