@@ -45,7 +45,7 @@ def test_lightning_trainer() -> None:
 
 
 def test_torchrun_with_two_processes() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29533"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(FOLDER / "distributed.py"), "--images", "128", "--epochs", "1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, check=False)
