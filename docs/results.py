@@ -207,7 +207,7 @@ def page(sources: Mapping[str, list[Record]], benchmark: Mapping[str, Any] | Non
     there = made(records, benchmark)
     parts += [part for table in there if table.number != 10 for part in section(table, pictures)]
     if any(r["kind"] == "ablation" for r in records):
-        parts += section(tables.ablation(records), pictures)
+        parts += section(tables.ablation(records), pictures, " ".join([ABLATION, *outdated(records)]))
     parts += [part for table in there if table.number == 10 for part in section(table, pictures)]
     shown = [f"![{text}](pictures/{name})\n\n*{text}*" for name, text in FIGURES.items() if pictures.get(name)]
     parts += ["## Pictures", *shown] if shown else []
@@ -222,7 +222,7 @@ def page(sources: Mapping[str, list[Record]], benchmark: Mapping[str, Any] | Non
 
 
 def earlier(records: Sequence[Record]) -> list[str]:
-    """What the classifiers of an earlier commit did on SVHN, and which numbers are still theirs."""
+    """What the classifiers of an earlier commit did on SVHN, and in what published runs differ from those of today."""
     runs = [r for found in read(ROOT / "src/misconv/paper/results/earlier").values() for r in found]
     paper = [r for r in runs if r["method"] != "misconv_plus"]
     shares = [max(r["accuracy_incomplete"], r["accuracy_complete"]) for r in paper]
@@ -232,18 +232,28 @@ def earlier(records: Sequence[Record]) -> list[str]:
         f"{dead} of {len(paper)} trainings, whatever the method; where we looked, all 20 units of the ReLU had died "
         "within 500 steps. The low numbers that the paper prints for some methods on SVHN may have the same cause."
     ]
-    old = [
-        scores.title_of(records, name)
+    plus = scores.of(records, kind="classification", method="misconv_plus")
+    old = [r for r in plus if "beyond" not in r["settings"]["recipe"]]
+    if old:
+        titles = ", ".join(scores.title_of(records, name) for name in datasets(old))
+        lines.append(
+            f"- In these runs of MisConv+ ({titles}), what a shift brought in from beyond the border had the mean and "
+            "variance of all pixels; by now it has those of the pixel at the border."
+        )
+    return lines
+
+
+def outdated(records: Sequence[Record]) -> list[str]:
+    """Of which data sets the ablation is still that of earlier classifiers."""
+    return [
+        f"The rows of {scores.title_of(records, name)} are of earlier classifiers, with one step down and a ReLU more, "
+        "and compare with each other, not with Table 1."
         for name in datasets(records, "ablation")
         if any(r["commit"] in EARLIER for r in scores.of(records, dataset=name, kind="ablation"))
     ]
-    return [
-        *lines,
-        *(f"- What ingredients are worth on {title} was measured with the earlier classifiers." for title in old),
-    ]
 
 
-def section(table: Table, pictures: Mapping[str, bool]) -> list[str]:
+def section(table: Table, pictures: Mapping[str, bool], words: str = "") -> list[str]:
     """A table with its words and its plot; the one without a number is the ablation."""
     plots = {
         1: ("results.png", "Accuracy by data set and method"),
@@ -251,8 +261,7 @@ def section(table: Table, pictures: Mapping[str, bool]) -> list[str]:
     }
     name, text = plots.get(table.number, ("", ""))
     drawn = [f"![{text}](pictures/{name})"] if pictures.get(name) else []
-    words = ABLATION if table.number is None else WORDS[table.number]
-    return [f"## {table.heading}", words, *drawn, table.markdown()]
+    return [f"## {table.heading}", words or WORDS[table.number or 0], *drawn, table.markdown()]
 
 
 def repeat(records: Sequence[Record]) -> str:

@@ -53,7 +53,7 @@ def test_the_usual_pixel_is_that_of_the_seen_ones() -> None:
     """Place by place; where nobody has seen anything, that of the whole channel."""
     data = pixels()
     data.observed[:, :, 2, 3] = False
-    mean, variance = (usual.view(SHAPE) for usual in Versions(data).usual)
+    mean, variance = (usual.view(SHAPE) for usual in Versions(data, network()).usual)
     values = data.images.double() / 255
     for channel, row, column in product(*map(range, SHAPE)):
         seen = values[:, channel, row, column][data.observed[:, 0, row, column]]

@@ -37,6 +37,7 @@ def run(method: str, seed: int, accuracy: float, **more: Any) -> Record:
         "device": "a device",
         "versions": {"torch": "2.x", "triton": None},
         "commit": "c0ffee",
+        "settings": {"recipe": {"beyond": "as at the border"}},
         **more,
     }
 

@@ -114,7 +114,7 @@ def train(
         tensors, meta = read(checkpoint, settings)
         for number, run in enumerate(running):
             run.load(_under(f"{number}.", tensors), meta["jobs"][number])
-        start -= meta.get("seconds", 0.0)
+        start -= meta["seconds"]
     done, written = len(running[0].history), time.monotonic()
     full = running[0].full
     graph: torch.cuda.CUDAGraph | None = None

@@ -293,12 +293,12 @@ def _interruptible(message: str) -> Iterator[None]:
         code = 128 + signal.SIGTERM
         raise KeyboardInterrupt
 
-    main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, terminated) if main_thread else None
+    in_main = threading.current_thread() is threading.main_thread()  # no other may say what a signal does
+    before = signal.signal(signal.SIGTERM, terminated) if in_main else None
     try:
         yield
     except KeyboardInterrupt as error:
         raise _stop(message, code) from error
     finally:
-        if main_thread:
+        if before is not None:
             signal.signal(signal.SIGTERM, before)

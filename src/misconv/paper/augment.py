@@ -108,7 +108,8 @@ class Versions:
     """All training images, then all of them again for each of `EXTRA`, with so much more hidden.
 
     Args:
-        data: the images. density: what `remembered` remembers of all versions; None if nobody asks.
+        data: the images.
+        density: what `remembered` remembers of all versions, beside what is `usual` at each place; None if nobody asks.
     """
 
     def __init__(self, data: Incomplete, density: nn.Module | None = None) -> None:
@@ -120,7 +121,7 @@ class Versions:
         self.data = Incomplete(images, observed, data.filler)
         if density is not None:
             self.remembered = Remembered(density, self.data)
-        self.usual = _usual(data)
+            self.usual = _usual(data)
 
 
 def _usual(data: Incomplete) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,7 @@ class Cache:
             if not os.access(place, os.W_OK):
                 raise PermissionError(f"{self.folder} must be a folder you may write to, got {place}")
             for path in place.glob(".*.tmp"):  # of a process that was killed while it wrote
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(FileNotFoundError):  # another process was faster
                     if time.time() - path.stat().st_mtime > LEFT_BEHIND:
                         path.unlink()
         for plan in (self.folder / "running").glob(f"*-{FORMAT}.json"):

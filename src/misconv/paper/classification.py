@@ -220,9 +220,9 @@ class Experiment:
 
         density = self.density(kind)
         fitted = self.cache.get(self.density_settings(kind))
-        found = quality(density, self.data.test.to(self.device), self.test.observed)
+        figures = quality(density, self.data.test.to(self.device), self.test.observed)
         # The PSNR of images that were all filled without any error is no number that JSON knows.
-        measured = {name: value if math.isfinite(value) else None for name, value in found.items()}
+        measured = {name: value if math.isfinite(value) else None for name, value in figures.items()}
         seconds = {} if fitted is None else {"seconds": fitted["seconds"]}
         return self.cache.keep(
             settings, {"kind": "density", **self._circumstances(), "density": NAMES[kind], **measured, **seconds}
