@@ -349,8 +349,14 @@ def test_the_page_is_made_from_the_records(tmp_path: Path) -> None:
         assert text.count(f"\n## Table {number}: ") == 1
     for part in ("What the ingredients of MisConv+ are worth", "What was decided", "Where it ran", "How to repeat it"):
         assert f"\n## {part}\n" in text
-    assert "misconv table 1 --dataset mnist --data mnist.npz" in text
+    assert "misconv table 1 --dataset mnist --data mnist.npz --seeds 3\n" in text
     assert "- MNIST: a device; torch 2.x; commit c0ffee; seeds 0, 1, 2; 27 records." in text
+    for line in (
+        "| data set, what is missing | densities |",
+        "| MNIST, square | – |",
+        "| MNIST, noise | – | 90 s (3) |",
+    ):
+        assert line in text
     assert "- SVHN (re-cropped): the crops were made again" in text
     assert "pictures/masks.png" in text
     assert "first-layer.png" not in text
@@ -369,7 +375,7 @@ def test_tables_without_records_are_left_out(tmp_path: Path) -> None:
         "## Table 1: Accuracy on incomplete test images",
         "## Table 2: Accuracy on complete test images",
     ]
-    assert "misconv table 1 --dataset digits\n" in text
+    assert "misconv table 1 --dataset digits --seeds 1\n" in text
     assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["results.png"]
 
 

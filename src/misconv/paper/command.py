@@ -235,10 +235,9 @@ def _quick_settings(name: str) -> dict[str, Any]:
 
 def fabric_on(device: str | None) -> Fabric:
     """One process on a device, whose matrix products on a GPU may take TF32, as its convolutions do."""
-    fabric = one_device(device)
-    if fabric.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    return fabric
+    if device != "cpu" and torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high")  # before Fabric looks, which would recommend it
+    return one_device(device)
 
 
 def _times(plan: Plan, say: Callable[[str], None]) -> Record:
