@@ -134,6 +134,7 @@ MAY_IMPORT = {
     "paper/tables": {"paper", "paper/printed", "paper/scores"},
     "paper/illustrate": {
         "torch",
+        "data",
         "impute",
         "layers",
         "mfa",
@@ -141,6 +142,7 @@ MAY_IMPORT = {
         "store",
         "paper",
         "paper/classification",
+        "paper/sheet",
         "_jobs",
     },
     "paper/sheet": {"torch", "matplotlib"},
@@ -155,6 +157,7 @@ MAY_IMPORT = {
         "paper",
         "paper/cache",
         "paper/classification",
+        "paper/illustrate",
         "paper/plus",
         "paper/quality",
         "paper/scores",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -131,6 +132,45 @@ def test_the_records_say_all_that_is_needed_to_repeat_them(first: tuple[Path, Re
     assert markdown.startswith("# Table 1: Accuracy on incomplete test images\n\n| method | digits (here) |\n")
     assert markdown.count("\n| ") == 2 + len(METHODS)
     assert list((first[0] / "running").iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_training")
+def test_the_figures_need_no_more_than_table_1(file: Path, first: tuple[Path, Result]) -> None:
+    names = ["masks", "imputations", "first-layer"]
+    paths = [first[0] / "figures-digits" / f"{name}.png" for name in names]
+    result = digits("figures", file, first[0])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines() == [f"Figure: {path}" for path in paths]
+    drawn = [path.read_bytes() for path in paths]
+    assert all(content.startswith(b"\x89PNG") for content in drawn)
+    assert len(set(drawn)) == 3
+    command.main(["figures", "--dataset", "digits", "--data", str(file), "--out", str(first[0])])
+    assert [path.read_bytes() for path in paths] == drawn
+
+
+def test_figures_that_cannot_be_drawn(
+    file: Path, first: tuple[Path, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array, label = np.zeros((120, 8, 8, 4), np.uint8), np.arange(120) % 2
+    np.savez(tmp_path / "four.npz", x_train=array, y_train=label, x_test=array, y_test=label)
+    out = tmp_path / "out"
+    four = call("figures", "--dataset", "four", "--data", tmp_path / "four.npz", "--out", out)
+    assert (four.exit_code, four.stderr) == (
+        2, "misconv: four must have images of 1 or 3 channels to draw figures, got 4\n",
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    without = digits("figures", file, out)
+    assert (without.exit_code, without.stderr) == (
+        2, "misconv: figures are drawn by matplotlib: pip install 'misconv[paper]'\n",
+    )  # fmt: skip
+    assert not out.exists()
+    monkeypatch.undo()
+    shutil.copytree(first[0], out)
+    for layer in (out / "layers").iterdir():
+        layer.unlink()
+    lost = digits("figures", file, out)
+    assert lost.exit_code == 2
+    assert re.search(r"misconv: .*/layers/.* must be there, for its classifier was trained; use another", lost.stderr)
 
 
 @pytest.mark.usefixtures("no_training")
@@ -304,7 +344,7 @@ def refused(result: Result, message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["3"], r"the table must be 1, 2, 6, 7, 8, 9, 10 or ablation, got '3'; 3, 4 and 5 \(generation\) are not there yet"),
+        (["3"], r"the table must be 1, 2, 6, 7, 8, 9, 10, ablation or figures, got '3'; 3, 4 and 5 \(generation\) are not there yet"),
         (["one"], "the table must be .*, got 'one'; .*"),
         (["1", "--dataset", "imagenet"], "--dataset must be one of digits, mnist, svhn, cifar10, or come with --data FILE, got 'imagenet'"),
         (["1", "--dataset", "digits", "--dataset", "digits"], "--dataset must name each data set once, got digits 2 times"),

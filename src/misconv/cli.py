@@ -147,7 +147,9 @@ def bench(
 
 @app.command()
 def table(
-    number: Annotated[str, typer.Argument(metavar="NUMBER", help="1, 2, 6, 7, 8, 9, 10 or ablation (of MisConv+).")],
+    number: Annotated[
+        str, typer.Argument(metavar="NUMBER", help="1, 2, 6, 7, 8, 9, 10, ablation (of MisConv+) or figures.")
+    ],
     dataset: Annotated[
         list[str] | None,
         typer.Option(
@@ -170,7 +172,10 @@ def table(
     quick: Annotated[bool, typer.Option("--quick", help="Few images and epochs, to see that everything runs.")] = False,
     plus: Annotated[bool, typer.Option(help="MisConv+, a recipe beyond the paper's, as one more row.")] = True,
 ) -> None:
-    """Print a table of the paper with numbers of our own; trains what it needs, and goes on where it was stopped."""
+    """Print a table of the paper with numbers of our own, or draw its figures with images of a data set.
+
+    What that needs is trained, and goes on where it was stopped.
+    """
     with _interruptible("stopped; call it again to go on where it was"), _told(OSError), _told(ImportError):
         from misconv import bench as benchmark
         from misconv.paper import command
@@ -183,6 +188,10 @@ def table(
             raise _stop(str(error)) from error
         terminal = sys.stdout.isatty()
         try:
+            if number == command.FIGURES:
+                for path in command.draw(plan, progress=terminal, say=typer.echo):
+                    typer.echo(f"Figure: {path}")
+                return
             records = command.run(plan, progress=terminal, say=typer.echo)
         except benchmark.WrongResultError as error:
             raise _stop(f"nothing was timed, the fast path is wrong: {error}", 1) from error

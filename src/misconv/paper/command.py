@@ -1,4 +1,4 @@
-"""The paper's tables, each from one command: `misconv table`.
+"""The paper's tables, each from one command, and its figures: `misconv table`.
 
 Every density and every classifier is trained once and kept in a folder; a table that was stopped goes on where it was,
 and one that is complete only prints. Where the command line is not installed, ``python -m misconv.paper.command`` takes
@@ -13,9 +13,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from misconv._session import one_device
 from misconv.paper import tables
 from misconv.paper.cache import Cache
 from misconv.paper.classification import METHODS, SETTINGS, SHAPES, Experiment
+from misconv.paper.illustrate import check_drawable, illustrate
 from misconv.paper.plus import PLUS, run_plus, variants_of
 from misconv.paper.quality import SMALLEST
 from misconv.paper.scores import Record
@@ -32,9 +34,12 @@ from misconv.paper.scores import Record
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["TABLES", "Plan", "fabric_on", "main", "prepare", "run", "table", "text", "write"]
+__all__ = ["FIGURES", "TABLES", "Plan", "draw", "fabric_on", "main", "prepare", "run", "table", "text", "write"]
 
-TABLES = (*map(str, tables.NUMBERS), "ablation")
+T = TypeVar("T")
+
+FIGURES = "figures"
+TABLES = (*map(str, tables.NUMBERS), "ablation", FIGURES)
 # The data sets and the methods of a table; those that are not here have the paper's three, and all.
 DATASETS: dict[str, tuple[str, ...]] = {"7": ("svhn",), "9": ("mnist",), "10": ()}
 USUAL = ("mnist", "svhn", "cifar10")
@@ -82,14 +87,14 @@ def prepare(
     quick: bool = False,
     plus: bool = True,
 ) -> Plan:
-    """Check what was asked for and load the data; a ValueError or an OSError says what cannot be had, before any work.
+    """Check what was asked for and load the data; an error says what cannot be had, before any work.
 
     Args:
         number: one of `TABLES`.
         datasets: names, of `misconv.data.NAMES` or with a file each any others; by default those of the paper's table.
         files: an .npz for each data set, see `misconv.data.load`, or none.
         seeds: trainings of every method.
-        folder: for finished work.
+        folder: for finished work; the figures, too, go there.
         device: "cuda" or "cpu"; cuda where there is one if left out.
         quick: few images and epochs.
         plus: whether MisConv+ has a row.
@@ -111,6 +116,8 @@ def prepare(
         raise NotADirectoryError(f"--out must be a folder, got {folder}, which is a file")
     given: Sequence[str | Path | None] = files or [None] * len(names)
     images = [_load(number, name, file) for name, file in zip(names, given, strict=True)]
+    if number == FIGURES:
+        check_drawable(images)
     plan = Plan(number, [_few(i) for i in images] if quick else images, seeds, folder, device, quick, plus)
     if number == "10" and not plan.file("-bench.json").exists():
         bench.choose(device, ["table10"], plan.file("-bench.json"))
@@ -182,14 +189,30 @@ def run(plan: Plan, *, progress: bool = False, say: Callable[[str], None] = lamb
     with _files_of(plan.folder):
         if plan.table == "10":
             return [_times(plan, say)]
+    return _each(plan, lambda experiment: _units(plan, experiment), progress, say)
+
+
+def draw(plan: Plan, *, progress: bool = False, say: Callable[[str], None] = lambda line: None) -> list[Path]:
+    """The paper's figures with images of every data set; what they need and is not there yet is trained."""
+
+    def figures(experiment: Experiment) -> list[Path]:
+        folder = plan.folder / "-".join([FIGURES, experiment.data.name, *["quick"] * plan.quick])
+        folder.mkdir(exist_ok=True)
+        return illustrate(experiment, folder)
+
+    return _each(plan, figures, progress, say)
+
+
+def _each(plan: Plan, work: Callable[[Experiment], list[T]], progress: bool, say: Callable[[str], None]) -> list[T]:
+    """What comes of every data set, with every shape that the table has."""
+    with _files_of(plan.folder):
         cache, fabric = Cache(plan.folder), fabric_on(plan.device)
     with _files_of(plan.folder), _one_thread(fabric.device):
         found = []
         for images in plan.images:
             few = _quick_settings(images.name) if plan.quick else None
             for shape in SHAPES if plan.table == "9" else ("square",):
-                experiment = Experiment(images, shape, cache, fabric, settings=few, progress=progress, say=say)
-                found += _units(plan, experiment)
+                found += work(Experiment(images, shape, cache, fabric, settings=few, progress=progress, say=say))
         return found
 
 
@@ -328,7 +351,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except ValueError as error:
             parser.exit(2, f"misconv: {error}\n")
         progress = sys.stdout.isatty() and find_spec("rich") is not None
-        found = run(plan, progress=progress, say=lambda line: print(line, flush=True))
+        say = partial(print, flush=True)
+        if plan.table == FIGURES:
+            print("\n" + "\n".join(f"Figure: {path}" for path in draw(plan, progress=progress, say=say)))
+            return
+        found = run(plan, progress=progress, say=say)
         made = table(plan, found)
         print(f"\n{text(made)}")
         print(f"\nRecords: {write(plan, made, found)}")

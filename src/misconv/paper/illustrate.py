@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,17 +11,20 @@ from torch import Tensor
 
 from misconv import impute, missing, store
 from misconv._jobs import as_floats
+from misconv.data import ImageSet
 from misconv.layers import MisConv2d
 from misconv.mfa import MFA
 from misconv.paper import figures
 from misconv.paper.classification import SHAPES, Experiment
+from misconv.paper.sheet import figure_class
 
-__all__ = ["illustrate"]
+__all__ = ["check_drawable", "illustrate"]
 
 
 @torch.no_grad()
 def illustrate(experiment: Experiment, folder: Path, count: int = 6) -> list[Path]:
     """Write masks.png, imputations.png and first-layer.png into a folder; trains what they need and is not there."""
+    count = min(count, len(experiment.data.test))
     shown = torch.arange(count, device=experiment.device)
     truth = as_floats(experiment.data.test[:count].to(experiment.device))
     x, observed = experiment.test.at(shown)
@@ -51,6 +55,14 @@ def illustrate(experiment: Experiment, folder: Path, count: int = 6) -> list[Pat
     return paths
 
 
+def check_drawable(images: Sequence[ImageSet]) -> None:
+    """Say before any training that matplotlib is not there, or that images are neither grey nor coloured."""
+    figure_class()
+    for each in images:
+        if each.shape[0] not in (1, 3):
+            raise ValueError(f"{each.name} must have images of 1 or 3 channels to draw figures, got {each.shape[0]}")
+
+
 def _observed(shape: str, images: Tensor) -> Tensor:
     count, _, height, width = images.shape
     generator = torch.Generator().manual_seed(2)
@@ -61,6 +73,9 @@ def _observed(shape: str, images: Tensor) -> Tensor:
 def _first_layer(experiment: Experiment) -> MisConv2d:
     """The first layer of the classifier with MisConv and DMFA, of seed 0."""
     experiment.run(["misconv_dmfa"], [0])
-    layer = store.load(experiment.cache.layer(experiment.unit("misconv_dmfa", 0)))
+    path = experiment.cache.layer(experiment.unit("misconv_dmfa", 0))
+    if not path.exists():
+        raise FileNotFoundError(f"{path} must be there, for its classifier was trained; use another folder")
+    layer = store.load(path)
     assert isinstance(layer, MisConv2d)
     return layer.to(experiment.device).eval()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Sheet", "scale", "sheet_for"]
+__all__ = ["Sheet", "figure_class", "scale", "sheet_for"]
 
 DPI = 150
 # Lengths are in pixels at this resolution: panels are whole numbers of them, so that no picture is resampled.
@@ -80,7 +80,7 @@ def sheet_for(
     below: int = 0,
 ) -> Sheet:
     """A sheet that is large enough for its words: a label for each row, a head for each column."""
-    Figure = _matplotlib()
+    Figure = figure_class()
     height, width = (scale(images) * n for n in images.shape[-2:])
     left = MARGIN + max(_text_width(label, TEXT) for label in labels) + 2 * GAP
     across = left + columns * (width + GAP) - GAP + right + MARGIN
@@ -124,7 +124,8 @@ def _wrap(title: str, width: int) -> list[str]:
     return [line for line in lines if line]
 
 
-def _matplotlib() -> type[Figure]:
+def figure_class() -> type[Figure]:
+    """Matplotlib's."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
