@@ -96,8 +96,9 @@ def test_every_place_is_equally_likely_where_it_can_be(name: str) -> None:
         assert ((hidden - 1 / 3).abs() < 0.05).all()
 
 
-def test_trapezoids_touch_opposite_edges_and_slope() -> None:
-    hidden = ~missing.trapezoid(200, 24, 24, fraction=1 / 2, generator=seeded())[:, 0]
+@pytest.mark.parametrize("fraction", [1 / 10, 1 / 4, 1 / 2, 3 / 4])
+def test_trapezoids_touch_opposite_edges_and_slope(fraction: float) -> None:
+    hidden = ~missing.trapezoid(1000, 24, 24, fraction=fraction, generator=seeded())[:, 0]
     upright = hidden.any(2).all(1)
     lying = hidden.any(1).all(1)
     assert (upright | lying).all()
@@ -108,6 +109,19 @@ def test_trapezoids_touch_opposite_edges_and_slope() -> None:
         hidden.int().diff(dim=2).clamp_min(0).sum(2).amax(1), hidden.int().diff(dim=1).clamp_min(0).sum(1).amax(1)
     )
     assert (pieces <= 1).all()
+
+
+def test_the_sides_of_trapezoids_are_straight() -> None:
+    hidden = ~missing.trapezoid(400, 64, 64, fraction=1 / 2, generator=seeded())[:, 0]
+    line = torch.stack([torch.ones(64), torch.arange(64)], 1).double()
+
+    def bent(upright: torch.Tensor) -> torch.Tensor:
+        """By how many pixels a side is away from the line through it, if the parallel sides lie on top and bottom."""
+        left = upright.int().argmax(2).double()
+        sides = torch.stack([left, left + upright.sum(2)])
+        return (sides - sides @ (line @ torch.linalg.pinv(line))).abs().amax((0, 2))
+
+    assert torch.minimum(bent(hidden), bent(hidden.mT)).max() < 1.5  # by rounding to whole pixels
 
 
 def test_stripes_are_bands_of_rows() -> None:

@@ -121,18 +121,32 @@ def trapezoid(
 def _trapezoid_rows(draw: _Draw, batch: int, rows: int, columns: int, hidden: int) -> Tensor:
     """True inside a trapezoid of exactly `hidden` pixels with its parallel sides on the first and the last row."""
     share = hidden / (rows * columns)
-    slope = (2 * draw.uniform(batch) - 1) * min(share, 1 - share)
+    steepest = max(min(share - 1 / columns, 1 - share), 0)  # a pixel is hidden in every row, if there are enough
+    slope = (2 * draw.uniform(batch) - 1) * steepest
     steps = torch.arange(rows, device=draw.device, dtype=torch.float64).view(1, 1, rows, 1)
     along = (2 * steps + 1) / rows - 1  # -1 … 1, symmetric, so that the slope changes no area
-    # Rounding the running sum, not the rows, keeps the area exact.
-    edges = (columns * (share + slope * along)).cumsum(2).round()
-    edges[:, :, -1] = hidden
-    widths = edges.diff(dim=2, prepend=torch.zeros_like(edges[:, :, :1]))
-    first, last = draw.uniform(batch), draw.uniform(batch)
-    left = (first + (last - first) * (along + 1) / 2) * (columns - widths)
-    left = left.round()
+    # Two straight sides, each between its ends on the first and the last row.
+    first = draw.uniform(batch) * columns * (1 - share + slope)
+    last = draw.uniform(batch) * columns * (1 - share - slope)
+    left = first + (last - first) * (along + 1) / 2
+    right = left + columns * (share + slope * along)
+    start, end = _whole(left, right, hidden)
     places = torch.arange(columns, device=draw.device, dtype=torch.float64).view(1, 1, 1, columns)
-    return (places >= left) & (places < left + widths)
+    return (places >= start) & (places < end)
+
+
+def _whole(left: Tensor, right: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
+    """Where rows (B, 1, H, 1) start and end in whole pixels, `hidden` of them together, no farther off than one."""
+    start, end = left.round(), right.round()
+    lost = torch.stack([start - left, right - end])  # by rounding, at either side
+    short = hidden - (end - start).sum(2, keepdim=True)
+    more = short.sign()
+    # In so many rows as are needed, those that lost the most (or gained, where too much is hidden), one side moves. It
+    # lost something itself, so it neither leaves the image nor meets the other side.
+    rank = torch.argsort(lost.sum(0) * more, dim=2, descending=True, stable=True).argsort(2)
+    move = torch.where(rank < short.abs(), more, 0)
+    at_left = lost[0] * more > lost[1] * more
+    return torch.where(at_left, start - move, start), torch.where(at_left, end, end + move)
 
 
 def noise(
