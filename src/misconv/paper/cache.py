@@ -20,7 +20,7 @@ from misconv import store
 __all__ = ["FORMAT", "Cache", "key"]
 
 # Of the files, and of what settings mean: a change of either must not be taken for the old.
-FORMAT = 2
+FORMAT = 3
 LEFT_BEHIND = 3600.0  # seconds after which nobody writes a file any more
 
 Settings = dict[str, Any]
