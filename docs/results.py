@@ -97,6 +97,10 @@ DATA = {
     "JPEG": "the pixels went through JPEG once (median 30 dB against the true ones); order and labels are official.",
 }
 
+PICTURES = (
+    "With the digits of scikit-learn, because this repository holds no images of the other data sets; "
+    "`misconv table figures` draws the same with those of any."
+)
 FIGURES = {
     "masks.png": "Images with missing regions of the three shapes: square, trapezoid, noise.",
     "imputations.png": "What the densities say about missing pixels, and how sure they are.",
@@ -214,7 +218,7 @@ def page(sources: Mapping[str, list[Record]], benchmark: Mapping[str, Any] | Non
         parts += section(tables.ablation(records), pictures, ABLATION)
     parts += [part for table in there if table.number == 10 for part in section(table, pictures)]
     shown = [f"![{text}](pictures/{name})\n\n*{text}*" for name, text in FIGURES.items() if pictures.get(name)]
-    parts += ["## Pictures", *shown] if shown else []
+    parts += ["## Pictures", PICTURES, *shown] if shown else []
     decided = [PROTOCOL, earlier(), *bent(records), "- Whatever came out stands here."]
     parts += ["## What was decided", "\n".join(decided)]
     titles = [scores.title_of(records, name) for name in datasets(records)]
