@@ -20,7 +20,7 @@ from misconv._padding import Padding, Pair, margins, output_size, pair, repeated
 from misconv.mfa import MFA
 
 if TYPE_CHECKING:
-    from misconv.functional import Affine
+    from misconv._batch_norm import Affine
 
 __all__ = ["respond"]
 
