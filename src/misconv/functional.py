@@ -13,7 +13,7 @@ from misconv._batch_norm import fixed_batch_norm as fixed_batch_norm
 from misconv._batch_norm import sync_group as sync_group
 from misconv._checks import check_images, check_observed, check_seen_finite, describe, readable
 from misconv._expectations import Activation, expectation
-from misconv._padding import Padding, Pair, margins, repeated_noise
+from misconv._padding import Padding, Pair, border_noise, margins
 from misconv._path import HAS_TRITON, by_itself, is_plain
 from misconv.mfa import MFA
 
@@ -269,9 +269,11 @@ def raw_moments(
         squares = weight.to(compute).square()
         variance = convolve(noise.to(compute), squares)
         if padding_mode != "zeros":
-            variance = variance + repeated_noise(
+            border = border_noise(
                 noise.to(compute), weight.to(compute), stride, padding, dilation, groups, padding_mode
             )
+            if border is not None:
+                variance = variance.flatten(-2).index_copy(-1, border.windows, border.variance).view_as(variance)
     if factors.shape[-4] > 0:
         variance = variance + convolve(factors, weight).to(compute).square().sum(-4)
     # A fast convolution algorithm may leave -1e-20 where the truth is 0.
