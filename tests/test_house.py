@@ -66,7 +66,7 @@ MAY_IMPORT = {
     },
     "_provenance": {"torch"},
     "_image": {"torch", "mfa"},
-    "_stem": {"torch", "_expectations", "_image", "_padding", "functional", "mfa"},
+    "_stem": {"torch", "_batch_norm", "_expectations", "_image", "_padding", "functional", "mfa"},
     "_tracker": {"torch", "_image", "_path", "_stem", "mfa"},
     "_follow_image": {"torch", "_image", "_stem", "_tracker"},
     "_follow": {"torch", "_expectations", "_follow_image", "_image", "_stem", "_tracker"},

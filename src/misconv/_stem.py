@@ -18,19 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from misconv import _image
+from misconv._batch_norm import Affine, batch_norm_moments, fixed_batch_norm, normalized
 from misconv._expectations import Activation
 from misconv._image import Image, Selection
 from misconv._padding import Padding, Pair, output_size
-from misconv.functional import (
-    Affine,
-    batch_norm_moments,
-    fixed_batch_norm,
-    mix_expectations,
-    normalized,
-    padded,
-    raw_moments,
-    respond,
-)
+from misconv.functional import mix_expectations, padded, raw_moments, respond
 from misconv.mfa import MFA
 
 __all__ = ["ALIASES", "POINTWISE", "Response", "Stem", "batch_norm", "build_activation", "convolve", "operate"]
