@@ -132,7 +132,7 @@ def difference(ours: Any, theirs: Any) -> float:
 def stem_of(net: Converted, p: MFA) -> Tensor:
     """What the stem of a converted network hands to the rest."""
     _, outputs = net.run_stem(p)
-    return outputs[-1]
+    return outputs[-1][1]
 
 
 def against_monte_carlo(net: Converted, side: int) -> dict[str, float]:

@@ -196,6 +196,15 @@ def test_followed(text: str) -> None:
     check_expectation(Preprocessed(statements(text)))
 
 
+def test_followed_through_another_type() -> None:
+    model = Preprocessed(statements("x = (2 * x).to(torch.float32).to(m.conv.weight.dtype)")).eval()
+    net, x = convert(model), torch.rand(2, 3, 7, 8)
+    assert torch.equal(net(x), model(x))
+    p = random_mfa(1, 2, 2, (3, 7, 8), torch.rand(1, 1, 7, 8) < 0.5)
+    with torch.no_grad():
+        torch.testing.assert_close(output_of(net, p)[0], dense_expectation(model, p), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("text", ["x = x[:, [0, 0, 2]] * m.scale", "x = x[:, [2, 1, 0]] * m.scale - 1"])
 def test_followed_in_groups(text: str) -> None:
     check_expectation(Preprocessed(statements(text), groups=3))
@@ -224,7 +233,7 @@ def test_transform_input(name: str) -> None:
         p = MFA(
             torch.zeros(1, 2), points.double(), torch.zeros(1, 2, 0, 3, side, side), torch.zeros_like(points).double()
         )
-        _, (found,) = net.run_stem(p.to(torch.float32))
+        _, ((_, found),) = net.run_stem(p.to(torch.float32))
         first = next(module for module in model.modules() if type(module).__name__ == "BasicConv2d")
         expected = first(model._transform_input(points[0])).mean(0, keepdim=True)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

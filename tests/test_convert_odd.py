@@ -61,7 +61,7 @@ def points(batch: int = 2, components: int = 3) -> MFA:
 
 def stem_output(net: Converted, p: MFA) -> Tensor:
     _, outputs = net.run_stem(p)
-    return outputs[-1]
+    return outputs[-1][1]
 
 
 # Between convolution and activation: each with the activation of a complete image.
@@ -356,9 +356,7 @@ def test_scripted_parts_behind_the_stem() -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_scripted_stems_are_refused() -> None:
     stem = torch.jit.script(nn.Sequential(nn.Conv2d(3, 3, 3), nn.ReLU()))
-    with pytest.raises(
-        ValueError, match="scripted code in 'forward' changes it before"
-    ):
+    with pytest.raises(ValueError, match="scripted code in 'forward' changes it before"):
         convert(nn.Sequential(stem, nn.Conv2d(3, 2, 3)).eval())
     with pytest.raises(TypeError, match="scripted"):
         convert(stem)

@@ -227,7 +227,7 @@ def _end(tracker: Tracker, response: Response, activation: Activation | None) ->
     result = response.expect("identity" if activation is None else activation)
     tracker.finished += 1
     if tracker.outputs is not None:
-        tracker.outputs.append(result)
+        tracker.outputs.append((response, result))
     return result
 
 

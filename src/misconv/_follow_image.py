@@ -216,8 +216,8 @@ def _alias(tracker: Tracker, tensor: Tensor, image: Image, name: str, result: Te
         return tensor
     detached = image.detached or (name == "detach" and not in_backward())
     same = image if _shares(tracker, result, tensor) else image.copy()
-    if tracker.table is None and result.stride() != tensor.stride():
-        same.pixels.changed = True  # another layout, in which a convolution may round differently
+    if result.dtype != tensor.dtype or (tracker.table is None and result.stride() != tensor.stride()):
+        same.pixels.changed = True  # other rounding, or a layout in which a convolution may round differently
     return tracker.track(result, replace(same, detached=detached))
 
 

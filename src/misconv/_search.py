@@ -123,7 +123,7 @@ def _after(
         if follow.kind == "norm":
             norm = norm or follow.where
         else:
-            arithmetic = arithmetic or follow.where or None
+            arithmetic = arithmetic or (follow.where if follow.where not in ("", start.where) else None)
         assert isinstance(follow.result, Response)
         current = follow.result
     missing = [name for name in wanted if name not in (norm, arithmetic)]

@@ -104,7 +104,7 @@ class Tracker:
         self.where: list[str] = [""]
         self.selections: list[tuple[_image.Selection | None, ...]] = []
         self.finished = 0  # how often the stem came to its end
-        self.outputs: list[Tensor] | None = None  # of the stem, where somebody wants them
+        self.outputs: list[tuple[Response, Tensor]] | None = None  # of the stem, where somebody wants them
         self.stand_ins: list[weakref.ref[Tensor]] = []
         self.calls = 0  # convolutions of the image
         self.weight: Tensor | None = None  # of the one in the stem

@@ -17,7 +17,7 @@ from misconv._checks import check_images, check_observed, check_seen_finite, des
 from misconv._follow import SyncBatchNorm, answer, mark
 from misconv._path import plain
 from misconv._search import Search, as_tree, find
-from misconv._stem import Stem
+from misconv._stem import Response, Stem
 from misconv._tracker import Tracker
 from misconv.mfa import MFA
 
@@ -128,8 +128,8 @@ class Converted(nn.Module):
             )
         return result
 
-    def run_stem(self, p: MFA) -> tuple[Any, list[Tensor]]:
-        """What the network returns for an MFA, and what its stem hands to the rest of it."""
+    def run_stem(self, p: MFA) -> tuple[Any, list[tuple[Response, Tensor]]]:
+        """What the network returns for an MFA; and the response in its stem, with what becomes of it."""
         tracker = Tracker(answer, p, self._stem_now(), self._activation())
         tracker.outputs = []
         return self._run(tracker, {}), tracker.outputs
@@ -341,7 +341,7 @@ def _prove(converted: Converted, image: Tensor) -> None:
         )
 
 
-def _prove_mixture(converted: Converted, image: Tensor, outputs: list[Tensor]) -> None:
+def _prove_mixture(converted: Converted, image: Tensor, outputs: list[tuple[Response, Tensor]]) -> None:
     """Images that are one of two, each with probability one half, must give the mean of what the two give.
 
     They do not where what the network does to an image before its first convolution depends on the image (it subtracts
@@ -353,15 +353,23 @@ def _prove_mixture(converted: Converted, image: Tensor, outputs: list[Tensor]) -
     p = MFA(image.new_zeros(batch, 2), both, image.new_zeros(batch, 2, 0, *shape), torch.zeros_like(both))
     _, others = converted.run_stem(MFA.point(other))
     _, mixed = converted.run_stem(p)
-    for first, second, found in zip(outputs, others, mixed, strict=True):
-        size = float(torch.stack([first.abs().max(), second.abs().max()]).max())
-        tolerance = 1e-3 if first.dtype in (torch.float16, torch.bfloat16) or first.is_cuda else 1e-4
-        if not torch.allclose(found, (first + second) / 2, rtol=0, atol=tolerance * size, equal_nan=True):
+    for (first, one), (second, two), (response, found) in zip(outputs, others, mixed, strict=True):
+        means = [r.convolution.p.means[:, 0] for r in (first, second)]
+        same = _near(response.convolution.p.means, torch.stack(means, 1))
+        if response.moments is None:  # statistics of the batch are those of the mixture, and not of the two
+            same = same and _near(found, (one + two) / 2)
+        if not same:
             raise ValueError(
-                f"model must hand its first convolution {converted.stem.convolution!r} the image, or a fixed affine "
-                "function of each channel, but what it does to the image depends on the image itself; do that to the "
+                f"model must hand its first convolution {converted.stem.convolution or 'forward'!r} the image, or a "
+                "fixed affine function of each channel, but what it does to the image depends on the image itself; do that to the "
                 "images before they enter the network"
             )
+
+
+def _near(found: Tensor, expected: Tensor) -> bool:
+    tolerance = 1e-2 if found.dtype in (torch.float16, torch.bfloat16) else 1e-3 if found.is_cuda else 1e-4
+    size = float(expected.abs().max())
+    return torch.allclose(found, expected, rtol=0, atol=tolerance * size, equal_nan=True)
 
 
 def _equal(before: Any, after: Any) -> bool:
