@@ -37,7 +37,8 @@ def convert(
     the network's own, which is tried on random images before anything is returned. `model` itself is left as it was.
 
     Args:
-        model: any network whose first convolution receives the images themselves.
+        model: any network whose first convolution receives the images, as they are or after arithmetic with a number per
+            channel, padding or a choice of channels.
         density: any module (x, observed) → `MFA`; None where the converted network is always called with an MFA.
         stem: names of the convolution, the normalization and the activation as in ``model.named_modules()``, where
             they are not to be searched for: ``"conv1"`` or ``("conv1", "bn1", "act")``.
@@ -258,10 +259,12 @@ def _follow_once(search: Search, network: nn.Module) -> None:
 def _check_names(model: nn.Module, stem: str | tuple[str, ...] | None) -> tuple[str, ...]:
     if stem is None:
         return ()
-    names = (stem,) if isinstance(stem, str) else tuple(stem)
+    names = (stem,) if isinstance(stem, str) else tuple(stem) if isinstance(stem, list | tuple) else ()
     modules = dict(model.named_modules())
     if not 1 <= len(names) <= 3 or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"stem must be the names of a convolution, a normalization and an activation, got {stem!r}")
+        raise ValueError(
+            f"stem must be the names of a convolution, a normalization and an activation, got {describe(stem)}"
+        )
     for name in names:
         if name not in modules or not name:
             raise ValueError(
@@ -361,8 +364,8 @@ def _prove_mixture(converted: Converted, image: Tensor, outputs: list[tuple[Resp
         if not same:
             raise ValueError(
                 f"model must hand its first convolution {converted.stem.convolution or 'forward'!r} the image, or a "
-                "fixed affine function of each channel, but what it does to the image depends on the image itself; do that to the "
-                "images before they enter the network"
+                "fixed affine function of each channel, but what it does to the image depends on the image itself; do "
+                "that to the images before they enter the network"
             )
 
 
