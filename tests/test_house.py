@@ -58,7 +58,8 @@ MAY_IMPORT = {
     "_search": {"torch", "_stem"},
     "convert": {"torch", "_checks", "_path", "_search", "_stem", "mfa"},
     "predict": {"torch", "_checks", "mfa"},
-    "transforms": {"torch", "torchvision"},
+    "_transform_kernels": {"torch", "torchvision"},
+    "transforms": {"torch", "numpy", "torchvision", "_checks", "_transform_kernels"},
     "data": {"torch", "numpy", "sklearn", "torchvision", "_checks"},
     "demo": {
         "torch",
