@@ -101,6 +101,8 @@ def _write(name: str, target: Path, parts: Sequence[bytes | bytearray | memoryvi
             _keep_permissions(file.fileno(), mode)
         os.fsync(file.fileno())
         _give_name(file.fileno(), temporary)
+        if fcntl is None:
+            file.close()  # Windows renames no open file
         os.replace(temporary, target)
     _sync_folder(target.parent)
 

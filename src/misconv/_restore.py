@@ -41,7 +41,10 @@ def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
     """Put everything back if what is done to a module fails, its own `load_state_dict` and hooks included."""
     parts = [(part, {key: _copy(value) for key, value in vars(part).items()}) for part in model.modules()]
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    saved = [(t, t.data, t.detach().clone(), t.requires_grad, t.grad) for t in tensors.values() if _has_values(t)]
+    held = [t for t in tensors.values() if _has_values(t)]
+    # The copies of what lies on a GPU need not lie there too.
+    copies = [t.detach().clone() if t.device.type == "cpu" else t.detach().cpu() for t in held]
+    saved = [(t, t.data, values, t.requires_grad, t.grad) for t, values in zip(held, copies, strict=True)]
     try:
         yield
     except BaseException:
