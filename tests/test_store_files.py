@@ -412,7 +412,7 @@ def test_a_file_that_cannot_be_read_to_its_end(tmp_path: Path, monkeypatch: pyte
 
     class Broken:
         def __init__(self, file: Any) -> None:
-            self.file, self.fileno = file, file.fileno
+            self.file, self.fileno, self.seek = file, file.fileno, file.seek
 
         def read(self, size: int = -1) -> bytes:
             if size < 0:

@@ -476,6 +476,48 @@ def test_an_empty_tensor_of_another_shape(tmp_path: Path) -> None:
     assert snapshot(model) == before
 
 
+def test_tensors_that_cannot_be_changed(tmp_path: Path) -> None:
+    """Made in inference mode, or one number under many indices."""
+    store.save(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(3)), tmp_path / "model")
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match="0.bias was made in inference mode in the model and cannot be changed"):
+        store.load(tmp_path / "model", into=model)
+    with torch.inference_mode():
+        store.load(tmp_path / "model", into=model)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(3))
+    model[1].running_mean = torch.zeros(1).expand(3)
+    store.save(model, tmp_path / "expanded")
+    before = snapshot(model)
+    model[0].bias.data.add_(1)
+    changed = snapshot(model)
+    with pytest.raises(ValueError, match="the model refuses it, RuntimeError: .*running_mean"):
+        store.load(tmp_path / "model", into=model)
+    assert snapshot(model) == changed != before
+
+
+class Versioned(nn.Module):
+    """Reads what older versions of it wrote otherwise."""
+
+    _version = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("version", 1) < 3:
+            state[prefix + "scale"] = state[prefix + "scale"] ** 2
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def test_versions_of_classes(tmp_path: Path) -> None:
+    model = Versioned()
+    model.scale.data.fill_(3)
+    store.save(model, tmp_path / "model")
+    same(store.load(tmp_path / "model", into=Versioned()), model)
+
+
 def test_long_lists_of_differences_are_cut(tmp_path: Path) -> None:
     store.save(nn.Sequential(*[nn.Linear(2, 2) for _ in range(100)]), tmp_path / "model")
     with pytest.raises(ValueError, match=r"unexpected in the file: .*; and 194 more\); nothing was loaded") as caught:
