@@ -44,10 +44,18 @@ def check_path(path: AnyPath) -> str:
     """The name of a file as text; bytes that are no text become surrogates, as everywhere in Python."""
     if not isinstance(path, str | bytes | os.PathLike):
         raise TypeError(f"path must be a str, bytes or os.PathLike, got {type(path).__name__}")
-    name = os.fsdecode(path)
-    if not name or "\0" in name:
-        raise ValueError(f"path must be the name of a file, got {'nothing' if not name else 'one with a null byte'}")
-    return name
+    try:
+        given = os.fspath(path)
+    except TypeError as error:
+        raise TypeError(f"path must be a str, bytes or os.PathLike, got {type(path).__name__}: {error}") from error
+    problem = "nothing" if not given else "one with a null byte" if "\0" in os.fsdecode(given) else None
+    try:
+        os.fsencode(given)
+    except UnicodeEncodeError:
+        problem = "one in characters that this system does not use in names"
+    if problem is not None:
+        raise ValueError(f"path must be the name of a file, got {problem}")
+    return os.fsdecode(given)
 
 
 def shown(name: AnyPath) -> str:
