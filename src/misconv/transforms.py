@@ -70,8 +70,8 @@ class Incomplete(tv_tensors.Image):  # type: ignore[misc]  # torchvision is not 
         except (TypeError, ValueError, RuntimeError) as error:
             kind = ValueError if isinstance(error, ValueError) or isinstance(data, Tensor) else TypeError
             raise kind(
-                "data must be an image (…, C, H, W) or (H, W): a tensor, an array or a PIL image, with a dtype and on a "
-                f"device that it can have, got {_short(data)}: {str(error).splitlines()[0][:150]}"
+                "data must be an image (…, C, H, W) or (H, W): a tensor, an array or a PIL image, with a dtype and "
+                f"on a device that it can have, got {_short(data)}: {str(error).splitlines()[0][:150]}"
             ) from error
         if image.is_complex():
             raise TypeError(f"data must be real numbers, NaN where they are missing, got {_short(data)}")
