@@ -555,6 +555,15 @@ def test_a_usual_pipeline() -> None:
 # The image itself ----------------------------------------------------------------------------------------------------
 
 
+def test_an_incomplete_image_stays_one() -> None:
+    image = with_holes(*picture())
+    for same in (v2.ToImage()(image), Incomplete(image), tv_tensors.wrap(plain(image), like=image), image.clone()):
+        assert type(same) is Incomplete
+        assert torch.equal(plain(same).nan_to_num(), plain(image).nan_to_num())
+    for kind in (Tensor, tv_tensors.Image):
+        assert type(image.as_subclass(kind)) is kind  # who says so means it
+
+
 def test_what_an_image_can_be_made_of() -> None:
     assert Incomplete(torch.rand(4, 5)).shape == (1, 4, 5)
     assert Incomplete(np.full((3, 4, 5), np.nan)).dtype == torch.float64
