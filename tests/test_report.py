@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from misconv import _pictures, data, demo, missing, report, store
+from misconv import _pictures, data, demo, missing, report
 from misconv.demo import Demo, Density, Method
 
 TINY = {"images": 200, "train": 120, "validation": 30, "dmfa_epochs": 2, "classifier_epochs": 1, "seeds": 2}
@@ -234,12 +234,14 @@ def test_a_full_disk_leaves_no_half_page(
     if before is not None:
         page.write_text(before)
 
-    def fill_up(path: Path, data: bytes) -> None:
-        path.write_bytes(data[: len(data) // 2])
-        if data.startswith(b"<!doctype"):
-            raise OSError(errno.ENOSPC, "No space left on device")
+    replace = os.replace
 
-    monkeypatch.setattr(store, "_write_through", fill_up)
+    def fill_up(temporary: Path, target: Path) -> None:
+        if target == page:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(temporary, target)
+
+    monkeypatch.setattr(os, "replace", fill_up)
     with pytest.raises(OSError, match="cannot write .*index.html: No space left on device"):
         report.write_demo(result, tmp_path, overwrite=True)
     assert (page.read_text() if page.exists() else None) == before
