@@ -14,7 +14,7 @@ import misconv
 SOURCE = Path(misconv.__file__).parent
 # What each module may import, besides the standard library; the arrows of docs/architecture.md.
 MAY_IMPORT = {
-    "_checks": {"torch", "mfa"},  # mfa for its type alone
+    "_checks": {"torch", "numpy", "mfa"},  # mfa for its type alone
     "_linalg": {"torch"},
     "missing": {"torch", "_checks"},
     "_path": {"torch"},
@@ -30,9 +30,11 @@ MAY_IMPORT = {
     "_triton_launch": {"torch", "_launch", "_triton_backward", "_triton_conv"},
     "_triton": {"torch", "_expectations", "_padding", "_path", "_triton_launch", "_batch_norm", "functional", "mfa"},
     "_touched": {"torch", "_batch_norm", "_expectations", "_padding", "mfa"},
-    "_batch_norm": {"torch", "_path"},
+    "_conv_checks": {"torch", "_checks", "_padding", "mfa"},
+    "_batch_norm": {"torch", "_conv_checks", "_path"},
     "functional": {
         "torch",
+        "_conv_checks",
         "_batch_norm",
         "_checks",
         "_expectations",
@@ -42,7 +44,7 @@ MAY_IMPORT = {
         "_triton",
         "mfa",
     },
-    "layers": {"torch", "_checks", "_expectations", "functional", "mfa"},
+    "layers": {"torch", "_checks", "_conv_checks", "_padding", "_expectations", "functional", "mfa"},
     "_em": {"torch", "_checks", "_linalg"},
     "_density_network": {"torch", "_checks", "_em", "mfa"},
     "density": {"torch", "_checks", "_density_network", "_em", "mfa"},
