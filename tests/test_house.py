@@ -33,9 +33,10 @@ MAY_IMPORT = {
     "_touched": {"torch", "_expectations", "_padding", "functional", "mfa"},  # functional for a type alone
     "functional": {"torch", "_checks", "_expectations", "_padding", "_path", "_touched", "_triton", "mfa"},
     "layers": {"torch", "_checks", "_expectations", "functional", "mfa"},
-    "_em": {"torch", "_checks", "_linalg"},
-    "_density_network": {"torch", "_checks", "_em", "mfa"},
-    "density": {"torch", "_checks", "_density_network", "_em", "mfa"},
+    "_em": {"torch", "_linalg"},
+    "_em_data": {"torch", "_checks"},
+    "_density_network": {"torch", "_checks", "_em_data", "mfa"},
+    "density": {"torch", "_checks", "_density_network", "_em", "_em_data", "mfa"},
     "impute": {"torch", "_checks", "mfa"},
     "_description": {"torch", "_checks"},
     "store": {"torch", "safetensors", "_checks", "_description"},
