@@ -56,7 +56,9 @@ def test_an_mfa_scales_with_its_units(dtype: torch.dtype, exponent: int, rank: i
     torch.testing.assert_close(
         q.to(torch.float64).log_prob(*wide), p.to(torch.float64).log_prob(x.double(), where) - shift, rtol=1e-12, atol=0
     )
-    torch.testing.assert_close(q.log_prob(x * unit, where).double(), q.to(torch.float64).log_prob(*wide), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        q.log_prob(x * unit, where).double(), q.to(torch.float64).log_prob(*wide), rtol=1e-6, atol=0
+    )
     given_x, scaled = p.condition(x, where), q.condition(x * unit, where)
     assert torch.equal(scaled.means, given_x.means * unit)
     assert torch.equal(scaled.factors, given_x.factors * unit)
@@ -146,7 +148,12 @@ def test_outliers_give_no_nan() -> None:
 
 def test_the_variance_of_a_far_component_cannot_overflow() -> None:
     means = torch.tensor([0.0, 1e25], dtype=torch.float32).view(1, 2, 1, 1, 1)
-    p = MFA(torch.tensor([[0.0, -50.0]], dtype=torch.float32), means, torch.zeros(1, 2, 0, 1, 1, 1, dtype=torch.float32), torch.ones_like(means))
+    p = MFA(
+        torch.tensor([[0.0, -50.0]], dtype=torch.float32),
+        means,
+        torch.zeros(1, 2, 0, 1, 1, 1, dtype=torch.float32),
+        torch.ones_like(means),
+    )
     torch.testing.assert_close(p.variance.double().item(), math.exp(-50) * 1e50, rtol=1e-5, atol=0)
 
 
@@ -231,9 +238,13 @@ def test_em_sees_small_deviations_of_large_numbers() -> None:
 def test_units_whose_squares_have_no_place_are_refused() -> None:
     x, observed = images(torch.float32)
     for unit in (1e-30, 1e25):
-        with pytest.raises(ValueError, match="x must have deviations whose squares float32 can hold, got deviations from"):
+        with pytest.raises(
+            ValueError, match="x must have deviations whose squares float32 can hold, got deviations from"
+        ):
             SMFA(2, 2).fit(x * unit, observed)
-        with pytest.raises(ValueError, match="x must have deviations whose squares float32 can hold, got deviations from"):
+        with pytest.raises(
+            ValueError, match="x must have deviations whose squares float32 can hold, got deviations from"
+        ):
             ConvDMFA(2).float().calibrate(x * unit, observed)
     assert SMFA(2, 2).fit(x.double() * 1e-30, observed, iterations=3).noise.min() > 0
 
@@ -260,7 +271,9 @@ def seen(count: int) -> Tensor:
 @pytest.mark.parametrize("minibatch", [None, 3])
 def test_odd_data_give_a_density_all_the_same(name: str, floor: float, minibatch: int | None) -> None:
     x, observed, components, rank = ODD[name]()
-    density = SMFA(components, rank).fit(x, observed, iterations=8, tolerance=-1, noise_floor=floor, minibatch=minibatch)
+    density = SMFA(components, rank).fit(
+        x, observed, iterations=8, tolerance=-1, noise_floor=floor, minibatch=minibatch
+    )
     assert all(math.isfinite(value) for value in density.history)
     for value in (density.logits, density.means, density.factors, density.noise):
         assert value.isfinite().all()

@@ -15,7 +15,7 @@ from misconv.mfa import MFA
 __all__ = [
     "MOST_WEIGHTS",
     "Network",
-    "check_device",
+    "check_devices",
     "check_floor",
     "check_rank",
     "check_seed",
@@ -89,8 +89,9 @@ class Network(nn.Module):
 
     def _input(self, x: Tensor, observed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The network's input (B, 2C, H, W) in its own type, the images in that of the result, `observed` as bool."""
+        check_images("x", x)
+        check_devices(x, observed, self.center.device)
         observed = self._check(x, observed)
-        check_device(x, self.center.device)
         own = self.center.dtype
         x = x.to(result_type(x.dtype, own))
         inside = ((x - self.center) / self.scale).where(observed, 0).clamp(-_FARTHEST, _FARTHEST).to(own)
@@ -172,10 +173,13 @@ def check_shape(shape: Any) -> tuple[int, int, int]:
     return channels, height, width
 
 
-def check_device(x: Tensor, device: torch.device) -> None:
-    """Images where the density is."""
-    if x.device != device:
-        raise ValueError(f"x must be on the device of the density, {device}, got {describe(x)}; move one of them")
+def check_devices(x: Tensor, observed: Tensor, device: torch.device) -> None:
+    """Images and what is seen of them are where the density is."""
+    if isinstance(observed, Tensor) and not x.device == observed.device == device:
+        raise ValueError(
+            f"x, observed and the density must be on one device, got x on {x.device}, observed on {observed.device} "
+            f"and the density on {device}"
+        )
 
 
 def result_type(images: torch.dtype, own: torch.dtype) -> torch.dtype:

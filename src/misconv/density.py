@@ -19,7 +19,7 @@ from misconv._checks import check_images, check_observed, check_size, describe
 from misconv._density_network import (
     MOST_WEIGHTS,
     Network,
-    check_device,
+    check_devices,
     check_floor,
     check_rank,
     check_seed,
@@ -252,7 +252,7 @@ class SMFA(nn.Module):
         shape = tuple(self.means.shape[1:])
         if x.shape[1:] != shape:
             raise ValueError(f"x must hold images of {shape}, as this SMFA was fitted to, got {describe(x)}")
-        check_device(x, self.means.device)
+        check_devices(x, observed, self.means.device)
         observed = check_observed("observed", observed, x)
         kind = result_type(x.dtype, self.means.dtype)
         prior = (self.logits, self.means, self.factors, self.noise)

@@ -264,6 +264,8 @@ class MFA:
     def to(self, *args: Any, **kwargs: Any) -> MFA:
         """Move or cast all parameters, with the arguments of `torch.Tensor.to`; `observed` stays bool."""
         try:
+            if any(isinstance(value, float | complex) for value in args):  # torch takes their type
+                raise TypeError
             logits, means, factors, noise = (t.to(*args, **kwargs) for t in self._parameters())
         except (AssertionError, RuntimeError, TypeError) as error:
             given = ", ".join(describe(value) for value in (*args, *kwargs.values()))
