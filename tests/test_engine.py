@@ -304,8 +304,8 @@ def test_the_classifiers_of_the_paper_can_be_continued(
 
     The large one is in channels_last; the fused Adam of a captured step goes through memory as it lies there.
     """
-    real = _engine._Running
-    monkeypatch.setattr(_engine, "_Running", lambda job, fabric, captured: real(job, fabric, fused))
+    real = _engine.Running
+    monkeypatch.setattr(_engine, "Running", lambda job, fabric, captured: real(job, fabric, fused))
     x, labels = data.digits()
     x, labels = x[:40], labels[:40]
 
@@ -562,7 +562,7 @@ class Graph:
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The way of a GPU through the engine, on any device; collects how many jobs each capture had."""
     captures: list[int] = []
-    real = _engine._Running
+    real = _engine.Running
 
     def capture(running: list[Any]) -> Graph:
         captures.append(len(running))
@@ -575,7 +575,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(_engine, "_can_capture", lambda fabric: True)
     monkeypatch.setattr(_engine, "_capture", capture)
-    monkeypatch.setattr(_engine, "_Running", lambda job, fabric, captured: real(job, fabric, False))
+    monkeypatch.setattr(_engine, "Running", lambda job, fabric, captured: real(job, fabric, False))
     return captures
 
 
