@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +11,12 @@ from torch import Tensor
 from misconv import store
 from misconv._checks import describe
 from misconv._identity import difference
+from misconv._places import probe
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["Checkpoint", "check_place", "probe"]
+__all__ = ["Checkpoint", "check_place"]
 
 _ANEW = "give another file, or remove it to start anew"
 
@@ -117,14 +117,3 @@ def check_place(checkpoint: str | os.PathLike[str] | None) -> None:
             raise
         reason = f"checkpoint must be in a folder you may write to, got {checkpoint}: {error.strerror}"
         raise type(error)(reason) from error
-
-
-def probe(folder: Path, size: int = 2**20) -> None:
-    """Write something into a folder that vanishes again; an OSError says why that cannot be done.
-
-    Permissions alone do not tell: a disk may be full, or mounted for reading only.
-    """
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(bytes(size))
-        file.flush()
-        os.fsync(file.fileno())

@@ -301,7 +301,7 @@ def _call(name: str, model: nn.Module, batch: Any) -> Any:
 
 def _identify_shape(shape: Callable[..., Tensor], fraction: float, images: Tensor) -> list[Any]:
     """The regions that are hidden: by the name of their function, and by a few that it draws."""
-    like = "(batch, height, width, *, fraction, generator, device) -> bool (B, 1, H, W), as misconv.missing.square is"
+    like = "(batch, height, width, *, fraction, generator, device) -> bool (B, 1 or C, H, W), as misconv.missing.square"
     if not callable(shape):
         raise TypeError(f"shape must be a function {like}, got {describe(shape)}")
     size = (2, *images.shape[2:])
@@ -309,12 +309,8 @@ def _identify_shape(shape: Callable[..., Tensor], fraction: float, images: Tenso
         drawn = shape(*size, fraction=fraction, generator=generator(0, "split"), device=torch.device("cpu"))
     except TypeError as error:
         raise TypeError(f"shape must be a function {like}, got {describe(shape)}: {error}") from error
-    if (
-        not isinstance(drawn, Tensor)
-        or drawn.dtype != torch.bool
-        or drawn.shape[::2] != (2, size[1])
-        or drawn.dim() != 4
-    ):
+    shapes = [(2, channels, *images.shape[2:]) for channels in (1, images.shape[1])]
+    if not isinstance(drawn, Tensor) or drawn.dtype != torch.bool or tuple(drawn.shape) not in shapes:
         raise ValueError(f"shape must be a function {like}, got one that returns {describe(drawn)}")
     return [identify(shape), fingerprint(drawn)]
 

@@ -240,7 +240,7 @@ def _resume_em(
 
 @contextmanager
 def _returned(density: SMFA, home: torch.device) -> Iterator[None]:
-    """An SMFA goes back to where its tensors were, or to `home` if it had none; after an error as EM left it, or came."""
+    """An SMFA goes back to where its tensors were, `home` if it had none; after an error as EM left it, or as it came."""
     before, known = dict(density._buffers), dict(vars(density))
     history = density.history
     try:
