@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 import signal
 import subprocess
@@ -225,7 +224,9 @@ def test_a_checkpoint_of_something_else_is_refused_and_kept(tmp_path: Path) -> N
     ):
         fit_density(small(), x, observed, epochs=2, seed=1, checkpoint=path, progress=False)
     with pytest.raises(ValueError, match="but its module.rank is 2 and not 1; give"):
-        fit_density(ConvDMFA(1, rank=1, widths=(8,), depths=(1,)), x, observed, epochs=2, checkpoint=path, progress=False)
+        fit_density(
+            ConvDMFA(1, rank=1, widths=(8,), depths=(1,)), x, observed, epochs=2, checkpoint=path, progress=False
+        )
     with pytest.raises(ValueError, match="but its module.class is 'ConvDMFA' and not 'SMFA'"):
         fit_density(SMFA(2, 1), x, observed, epochs=2, checkpoint=path, progress=False)
     with pytest.raises(ValueError, match="but its data is"):
@@ -263,52 +264,6 @@ def test_an_unwritable_checkpoint_says_so(tmp_path: Path) -> None:
             FileNotFoundError, match="checkpoint must be in a folder that exists, got .*nowhere/run; create"
         ):
             fit_density(density, x, observed, epochs=1, checkpoint=tmp_path / "nowhere" / "run", progress=False)
-
-
-# Processes ---------------------------------------------------------------------------------------------------------
-
-TWO = """
-import gc, sys, torch
-from lightning_fabric import Fabric
-from misconv import SMFA, ConvDMFA, data, fit_density, missing
-torch.set_num_threads(1)
-x, _ = data.digits()
-x, observed = x[:128], missing.square(128, 8, 8, generator=torch.Generator().manual_seed(0))
-torch.manual_seed(0)
-from torch import nn
-density = ConvDMFA(1, rank=2, widths=(8,), depths=(1,))
-for name, module in list(density.named_modules()):
-    if isinstance(module, nn.BatchNorm2d):  # its statistics would be those of half a batch
-        parent = density.get_submodule(name.rpartition(".")[0])
-        setattr(parent, name.rpartition(".")[2], nn.Identity())
-fabric = Fabric(accelerator="cpu", devices=int(sys.argv[1]), strategy="ddp" if sys.argv[1] == "2" else "auto")
-fabric.launch()
-history = fit_density(density, x, observed, epochs=2, learning_rate=1e-4, batch_size=42, fabric=fabric, progress=False)
-mixture = SMFA(2, 1)
-fit_density(mixture, x, observed, epochs=3, fabric=fabric, progress=False)
-if fabric.global_rank == 0:
-    torch.save((density.state_dict() | mixture.state_dict(), history), sys.argv[2])
-if torch.distributed.is_initialized():
-    gc.collect()  # what still knows the group would keep its threads alive beyond the end of Python
-    torch.distributed.destroy_process_group()
-"""
-
-
-def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    (tmp_path / "two.py").write_text(TWO)
-    results = []
-    for processes in ("1", "2"):
-        result = tmp_path / f"{processes}.pt"
-        command = [sys.executable, str(tmp_path / "two.py"), processes, str(result)]
-        environment = {**os.environ, "MASTER_ADDR": "127.0.0.1"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, check=False)
-        assert done.returncode == 0, done.stderr
-        results.append(torch.load(result))
-    (one, first), (two, second) = results
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-5)
-    for a, b in zip(first, second, strict=True):
-        assert a == pytest.approx(b, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
