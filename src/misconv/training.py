@@ -147,6 +147,9 @@ def fit_classifier(
         2
     """
     check_trainable("network", network)
+    for name, given in (("inputs", inputs), ("validation_inputs", validation_inputs)):
+        if callable(given):
+            raise TypeError(f"{name} must be an MFA, a tensor or a tuple of tensors, got {describe(given)}")
     tensors = [t for t in pytree.tree_leaves((inputs, labels)) if isinstance(t, Tensor)]
     fabric = _start(fabric, network, epochs, patience, checkpoint, progress, *tensors)
     job = classifier_job(
