@@ -14,7 +14,7 @@ import misconv
 SOURCE = Path(misconv.__file__).parent
 # What each module may import, besides the standard library; the arrows of docs/architecture.md.
 MAY_IMPORT = {
-    "_checks": {"torch", "mfa"},  # mfa for its type alone
+    "_checks": {"torch", "numpy", "mfa"},  # mfa for its type alone
     "_linalg": {"torch"},
     "missing": {"torch", "_checks"},
     "_path": {"torch"},

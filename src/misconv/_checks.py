@@ -6,31 +6,97 @@ wait for its host and breaks a traced graph, so by default they run for plain CP
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Mapping
+from enum import Enum
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from misconv.mfa import MFA
 
 __all__ = [
+    "check_dense",
     "check_fraction",
     "check_images",
+    "check_index",
     "check_mfa",
+    "check_nonnegative",
     "check_observed",
+    "check_pair",
+    "check_positive",
+    "check_probability",
+    "check_same_device",
+    "check_seed",
     "check_seen_finite",
     "check_size",
     "describe",
+    "is_integer",
+    "is_number",
     "readable",
 ]
 
+_LONGEST = 60  # characters of a value in a message
+_MOST = 4  # elements of a list that are shown
+_SCALARS = (bool, int, float, complex, str, bytes, np.generic, type(None), type(...))
+_PRINTABLE = (*_SCALARS, Enum, PurePath, torch.dtype, torch.device, slice, range)
+_COMPUTABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # float8 is for storage alone
+
 
 def describe(value: object) -> str:
-    """The short form of a value in an error message."""
+    """The short form of a value in an error message: one line, never the contents of tensors, arrays or objects.
+
+    >>> describe(torch.zeros(2, 3, device="cpu")), describe(np.zeros(1000)), describe("relu")
+    ('a float32 tensor of shape (2, 3) on cpu', 'a float64 numpy array of shape (1000,)', "'relu' (str)")
+    """
+    kind = type(value).__name__
     if isinstance(value, Tensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)} on {value.device}"
-    return f"{value!r} ({type(value).__name__})"
+        return _describe_tensor(value)
+    if isinstance(value, np.ndarray):
+        return f"a {value.dtype} numpy array of shape {value.shape}"
+    if isinstance(value, nn.Module):
+        leaf = type(value).__module__.startswith("torch.nn.") and not any(value.children())
+        return f"{_shortened(value) if leaf else kind} (a module)"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, list | tuple | set | frozenset | dict):
+        return _describe_collection(value)
+    if isinstance(value, _PRINTABLE):
+        return f"{_shortened(value)} ({kind})"
+    if callable(value) and hasattr(value, "__name__"):
+        return f"the {kind} {value.__name__}"
+    return f"an object of type {kind}"
+
+
+def _describe_tensor(value: Tensor) -> str:
+    layout = "" if value.layout == torch.strided else f"{str(value.layout).removeprefix('torch.')} "
+    dtype = str(value.dtype).removeprefix("torch.")
+    if isinstance(value, nn.UninitializedParameter | nn.UninitializedBuffer):
+        return f"an uninitialized {dtype} parameter on {value.device}"
+    if value.is_nested:  # has no shape
+        return f"a nested {dtype} tensor on {value.device}"
+    return f"a {layout}{dtype} tensor of shape {tuple(value.shape)} on {value.device}"
+
+
+def _describe_collection(value: Collection[object]) -> str:
+    kind, count = type(value).__name__, len(value)
+    parts = [*value, *(value.values() if isinstance(value, dict) else ())]
+    if count <= _MOST and all(isinstance(part, _SCALARS) for part in parts):
+        return f"{_shortened(value)} ({kind})"
+    return f"a {kind} of {count} elements"
+
+
+def _shortened(value: object) -> str:
+    """One line of at most 60 characters: `repr` of anything printable, which fails for integers of many digits."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:
+        return "a value that cannot be printed"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def readable(*tensors: Tensor, check: bool | None = None) -> bool:
@@ -45,16 +111,111 @@ def readable(*tensors: Tensor, check: bool | None = None) -> bool:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def check_size(name: str, value: int) -> None:
-    """A count of images, rows or columns: an integer of at least one."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def is_integer(value: object) -> bool:
+    """Whether this is an integer of Python or numpy; True and False are none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether this is a finite real number of Python or numpy; True and False are none."""
+    if is_integer(value):
+        return True
+    return isinstance(value, float | np.floating) and math.isfinite(value)
+
+
+def check_size(name: str, value: int) -> int:
+    """A count of images, rows or columns: an integer of at least one, returned as Python's."""
+    if not is_integer(value) or not 1 <= value < 2**63:
         raise ValueError(f"{name} must be an integer of at least 1, got {describe(value)}")
+    return int(value)
 
 
 def check_fraction(fraction: float) -> None:
     """A share of the image that is to be hidden: strictly between nothing and everything."""
-    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
+    if not is_number(fraction) or not 0 < fraction < 1:
         raise ValueError(f"fraction must lie strictly between 0 and 1, got {describe(fraction)}")
+
+
+def check_positive(name: str, value: float) -> float:
+    """A finite number above zero, such as a learning rate, returned as Python's float."""
+    if not is_number(value) or not value > 0:
+        raise ValueError(f"{name} must be a finite number above 0, got {describe(value)}")
+    return _as_float(name, value)
+
+
+def check_nonnegative(name: str, value: float) -> float:
+    """A finite number of at least zero, such as a weight decay, returned as Python's float."""
+    if not is_number(value) or not value >= 0:
+        raise ValueError(f"{name} must be a finite number of at least 0, got {describe(value)}")
+    return _as_float(name, value)
+
+
+def check_probability(name: str, value: float) -> float:
+    """A number from 0 to 1, both included, returned as Python's float."""
+    if not is_number(value) or not 0 <= value <= 1:
+        raise ValueError(f"{name} must be a number from 0 to 1, got {describe(value)}")
+    return float(value)
+
+
+def _as_float(name: str, value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        raise ValueError(f"{name} must fit a float, got {describe(value)}") from None
+
+
+def check_seed(name: str, value: int) -> int:
+    """A seed of random numbers: an integer from 0 to 2⁶³ - 1, which torch and numpy both take; returned as Python's."""
+    if not is_integer(value) or not 0 <= value < 2**63:
+        raise ValueError(f"{name} must be an integer from 0 to 2**63 - 1, got {describe(value)}")
+    return int(value)
+
+
+def check_index(name: str, value: int, size: int) -> int:
+    """A place among `size` many, from the end where it is negative; returned as Python's integer from 0 on."""
+    if not is_integer(value):
+        raise TypeError(f"{name} must be an integer, got {describe(value)}")
+    if not -size <= value < size:
+        raise IndexError(f"{name} must be one of {size}, from {-size} to {size - 1}, got {describe(value)}")
+    return int(value) % size
+
+
+def check_pair(name: str, value: object, *, least: int = 1) -> tuple[int, int]:
+    """The stride, dilation, padding or kernel size of a convolution, (rows, columns): an integer, or a pair of them."""
+    pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    if len(pair) != 2 or not all(is_integer(n) and least <= n < 2**31 for n in pair):
+        raise ValueError(f"{name} must be an integer of at least {least} or a pair of them, got {describe(value)}")
+    return int(pair[0]), int(pair[1])
+
+
+def check_same_device(values: Mapping[str, Tensor | nn.Module | MFA | None]) -> None:
+    """All of these arguments, tensors, MFAs or modules by name, are on one device; None and empty modules fit any."""
+    places = {name: _devices(value) for name, value in values.items() if value is not None}
+    if len(set().union(*places.values())) <= 1:
+        return
+    found = [f"{name} on {' and '.join(sorted(map(str, where)))}" for name, where in places.items() if where]
+    if len(found) == 1:
+        raise ValueError(f"{found[0].split(' on ')[0]} must be on one device, got {found[0]}")
+    names = [text.split(" on ")[0] for text in found]
+    raise ValueError(f"{_listed(names)} must be on one device, got {_listed(found)}")
+
+
+def _devices(value: Tensor | nn.Module | MFA) -> set[torch.device]:
+    if isinstance(value, nn.Module):
+        return {t.device for tensors in (value.parameters(), value.buffers()) for t in tensors}
+    return {value.device}
+
+
+def _listed(parts: list[str]) -> str:
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def check_dense(name: str, x: Tensor) -> None:
+    """Numbers that can be computed with, each in its own place: no sparse or nested tensor, no float8."""
+    if x.layout != torch.strided or x.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got {describe(x)}")
+    if x.is_floating_point() and x.dtype not in _COMPUTABLE:
+        raise TypeError(f"{name} must be of type float16, bfloat16, float32 or float64, got {describe(x)}")
 
 
 def check_images(name: str, x: Tensor) -> None:
@@ -65,6 +226,7 @@ def check_images(name: str, x: Tensor) -> None:
         raise TypeError(
             f"{name} must be a floating-point image, got {describe(x)}; convert it, for example {name}.float() / 255"
         )
+    check_dense(name, x)
     if x.dim() != 4 or 0 in x.shape:
         raise ValueError(f"{name} must have shape (B, C, H, W) with no empty dimension, got {describe(x)}")
 
@@ -76,6 +238,7 @@ def check_observed(name: str, observed: Tensor, like: Tensor, *, check: bool | N
     """
     if not isinstance(observed, Tensor):
         raise TypeError(f"{name} must be a bool tensor, True where the pixel was seen, got {describe(observed)}")
+    check_dense(name, observed)
     *batch, channels, height, width = like.shape
     allowed = ((*batch, 1, height, width), (*batch, channels, height, width))
     if tuple(observed.shape) not in allowed:
@@ -85,7 +248,7 @@ def check_observed(name: str, observed: Tensor, like: Tensor, *, check: bool | N
         raise ValueError(f"{name} must be on the device of the images, {like.device}, got {describe(observed)}")
     if observed.dtype == torch.bool:
         return observed
-    if observed.is_complex():
+    if observed.is_complex() or observed.is_quantized:
         raise TypeError(f"{name} must be a bool tensor, True where the pixel was seen, got {describe(observed)}")
     if readable(observed, check=check):
         odd = observed[(observed != 0) & (observed != 1)]
@@ -121,6 +284,7 @@ def check_mfa(p: MFA, check: bool | None) -> None:
         value = getattr(p, name)
         if not isinstance(value, Tensor) or not value.is_floating_point():
             raise TypeError(f"{name} must be a floating-point tensor {shape}, got {describe(value)}")
+        check_dense(name, value)
         if value.dim() != shape.count(",") + 1:
             raise ValueError(f"{name} must have shape {shape}, got {describe(value)}")
     for name in shapes:
