@@ -45,7 +45,7 @@ DESCRIPTIONS = {
     "nested list": ([[1, 2], [3]], "a list of 2 elements"),
     "module": (Many(), "Many (a module)"),
     "layer": (nn.ReLU(), "ReLU() (a module)"),
-    "layer of many settings": (nn.Conv2d(3, 8, 3, stride=2, padding=1), "Conv2d(3, 8, kernel_size=(3, 3), stride=(2, 2), padding=(1… (a module)"),
+    "layer of many settings": (nn.Conv2d(3, 8, 3, stride=2, padding=1), "Conv2d(3, 8, kernel_size=(3, 3), stride=(2, 2), padding=(1,… (a module)"),
     "network": (nn.Sequential(nn.ReLU(), nn.ReLU()), "Sequential (a module)"),
     "class": (nn.ReLU, "the class ReLU"),
     "function": (torch.relu, "the builtin_function_or_method relu"),
