@@ -63,6 +63,7 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="Using padding='same' with even kernel")
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")  # checkpoint
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
         yield
 
