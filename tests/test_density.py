@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from misconv import MFA, SMFA, ConvDMFA, LinearDMFA, _em, missing
+from misconv import MFA, SMFA, ConvDMFA, LinearDMFA, _em, _em_data, missing
 from tests.reference import random_mfa
 
 
@@ -55,7 +55,7 @@ def test_the_e_step_agrees_with_the_mfa(per_channel: bool) -> None:
     p = random_mfa(1, 3, 2, (2, 3, 3)).to(torch.float64)
     x = torch.randn(5, 2, 3, 3, dtype=torch.float64)
     observed = torch.rand(5, 2 if per_channel else 1, 3, 3) < 0.6
-    flat, mask = _em.flatten(x, observed)
+    flat, mask = _em_data.flatten(x, observed)
     parameters = _em.Parameters(p.logits[0], p.means[0].flatten(1), p.factors[0].flatten(2), p.noise[0].flatten(1))
     sums = _em.collect(parameters, flat, mask)
     prior = MFA(*(t.expand(5, *t.shape[1:]) for t in (p.logits, p.means, p.factors, p.noise)))

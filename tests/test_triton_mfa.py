@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from misconv import MFA, _path, mfa
+from misconv import MFA, _likelihood, _path
 from tests.reference import random_mfa, tolerance
 
 pytest.importorskip("triton")
 _triton_score = pytest.importorskip("misconv._triton_score")
 
-FLOOR = 1e-14
+FLOOR = _likelihood.NOISE_FLOOR
 NAMES = ("logits", "means", "factors", "noise", "x")
 
 
@@ -48,7 +48,7 @@ def ready(tensors: list[Any], type_: torch.dtype) -> list[Any]:
 
 
 def log_prob(tensors: list[Any]) -> Tensor:
-    value = _triton_score.log_prob(*tensors, floor=FLOOR, plain=mfa._log_prob)
+    value = _triton_score.log_prob(*tensors, floor=FLOOR, plain=_likelihood.log_prob)
     assert isinstance(value, Tensor)
     return value
 
@@ -62,7 +62,7 @@ def assert_same(tensors: list[Any], type_: torch.dtype, rate: float) -> None:
     single = [t.to(type_) for t in tensors[:5]] + tensors[5:]
     own, exact = ready(single, type_), ready(single, torch.float64)
     upstream = torch.randn(len(tensors[0]), dtype=torch.float64)
-    value, expected = log_prob(own), mfa._log_prob(*exact)
+    value, expected = log_prob(own), _likelihood.log_prob(*exact)
     torch.testing.assert_close(value, expected.to(type_), rtol=rate, atol=rate)
     pairs = zip(NAMES, gradients(value, own, upstream), gradients(expected, exact, upstream), strict=True)
     for name, actual, wanted in pairs:
@@ -157,7 +157,7 @@ def test_single_precision_keeps_its_digits_with_little_noise() -> None:
     p = p.to(torch.float32)
     tensors = [*p._parameters(), p.sample(1)[0], None, None]
     own, exact = ready(tensors, torch.float32), ready(tensors, torch.float64)
-    value, expected = log_prob(own), mfa._log_prob(*exact)
+    value, expected = log_prob(own), _likelihood.log_prob(*exact)
     torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=0)
     upstream = torch.ones(2)
     for actual, wanted in zip(gradients(value, own, upstream), gradients(expected, exact, upstream), strict=True):
@@ -169,7 +169,7 @@ def test_a_component_may_be_switched_off() -> None:
     tensors[0][:, 1] = -torch.inf
     own = ready(tensors, torch.float64)
     value = log_prob(own)
-    torch.testing.assert_close(value, mfa._log_prob(*tensors))
+    torch.testing.assert_close(value, _likelihood.log_prob(*tensors))
     for slope in gradients(value, own, torch.ones(2))[:4]:
         assert slope.isfinite().all()
         assert not slope[:, 1].any()
@@ -203,7 +203,7 @@ def test_gradients_are_made_for_those_who_need_them() -> None:
     with torch.no_grad():
         assert not log_prob(tensors).requires_grad
     log_prob(tensors).sum().backward()
-    (wanted,) = torch.autograd.grad(mfa._log_prob(*tensors).sum(), tensors[2])
+    (wanted,) = torch.autograd.grad(_likelihood.log_prob(*tensors).sum(), tensors[2])
     torch.testing.assert_close(tensors[2].grad, wanted, rtol=tolerance("exact"), atol=tolerance("exact"))
     assert all(t.grad is None for t in (*tensors[:2], *tensors[3:5]))
 
@@ -212,7 +212,7 @@ def test_second_derivatives_are_those_of_the_plain_path() -> None:
     tensors = problem(2, 2, exact=1)
     direction = [torch.randn_like(t) for t in tensors[:5]]
     found = []
-    for function in (log_prob, lambda t: mfa._log_prob(*t)):
+    for function in (log_prob, lambda t: _likelihood.log_prob(*t)):
         own = ready(tensors, torch.float64)
         first = torch.autograd.grad(function(own).square().sum(), own[:5], create_graph=True)
         along = sum((g * d).sum() for g, d in zip(first, direction, strict=True))
@@ -246,7 +246,7 @@ def test_log_prob_takes_the_fused_path(fused: None) -> None:
     *parameters, x, where, observed = problem(2, 3, exact=1)
     p = MFA(*parameters, observed, check=False)
     for chosen in (None, where):
-        wanted = mfa._log_prob(*parameters, x, chosen, observed)
+        wanted = _likelihood.log_prob(*parameters, x, chosen, observed)
         torch.testing.assert_close(p.log_prob(x, chosen), wanted, rtol=tolerance("exact"), atol=tolerance("exact"))
 
 
@@ -266,7 +266,7 @@ def test_a_compiled_graph_holds_the_operator(backend: str, fused: None, compiler
 
     own, plain = ready(tensors, torch.float64), ready(tensors, torch.float64)
     value = torch.compile(run, backend=remember, fullgraph=True)(own[4], *own[:4])
-    wanted = mfa._log_prob(*plain)
+    wanted = _likelihood.log_prob(*plain)
     torch.testing.assert_close(value, wanted, rtol=tolerance("exact"), atol=tolerance("exact"))
     upstream = torch.randn(2)
     for a, b in zip(gradients(value, own, upstream), gradients(wanted, plain, upstream), strict=True):

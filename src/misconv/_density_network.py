@@ -7,11 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from misconv import _em
 from misconv._checks import check_images, check_observed, check_seen_finite, check_size, describe
+from misconv._em_data import add_over_processes, unit_of
 from misconv.mfa import MFA
 
-__all__ = ["Network", "check_floor", "check_rank", "part_components"]
+__all__ = [
+    "Network",
+    "check_device",
+    "check_floor",
+    "check_rank",
+    "check_seed",
+    "check_shape",
+    "check_sizes",
+    "part_components",
+    "result_type",
+]
+
+# Standardised pixels beyond this are cut off at it: an outlier of 1e20 would overflow the squares of BatchNorm.
+_FARTHEST = 1e4
 
 
 class Network(nn.Module):
@@ -40,31 +53,36 @@ class Network(nn.Module):
 
     def calibrate(self, x: Tensor, observed: Tensor) -> None:
         """Measure mean and deviation of the seen pixels of every channel, so that images may have any range."""
-        observed = check_observed("observed", observed, x)
-        check_seen_finite("x", x, observed)
+        observed = self._check(x, observed)
         seen = observed.expand(x.shape)
         count = seen.sum((0, 2, 3), dtype=torch.float64)
         total = x.where(seen, 0).sum((0, 2, 3), dtype=torch.float64)
-        _em.add_over_processes(count, total)
+        add_over_processes(count, total)
         if not (count > 0).all():
             raise ValueError(f"observed must show every channel somewhere, got none of channel {int(count.argmin())}")
-        center = (total / count).view(-1, 1, 1)
-        squares = (x.double() - center).where(seen, 0).square().sum((0, 2, 3))
-        _em.add_over_processes(squares)
-        deviation = (squares / count).sqrt().view(-1, 1, 1)
-        self.center.copy_(center)
-        self.scale.copy_(deviation.where(deviation > 1e-12, 1))
+        center = total / count
+        squares = (x.double() - center.view(-1, 1, 1)).where(seen, 0).square().sum((0, 2, 3))
+        add_over_processes(squares)
+        self.center.copy_(center.view(-1, 1, 1))
+        self.scale.copy_(unit_of((squares / count).sqrt(), center).view(-1, 1, 1))
 
-    def _input(self, x: Tensor, observed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The network's input (B, 2C, H, W), the images and `observed` as bool, after checks."""
+    def _check(self, x: Tensor, observed: Tensor) -> Tensor:
+        """Check images and what is seen of them; `observed` as bool."""
         check_images("x", x)
         if x.shape[1] != self.channels:
             raise ValueError(f"x must have the {self.channels} channels of this density, got {describe(x)}")
         observed = check_observed("observed", observed, x)
         check_seen_finite("x", x, observed)
-        x = x.to(torch.promote_types(x.dtype, self.center.dtype))  # mixed precision may have cut the images short
-        inside = ((x - self.center) / self.scale).where(observed, 0)
-        return torch.cat([inside, observed.expand(x.shape).to(x.dtype)], 1), x, observed
+        return observed
+
+    def _input(self, x: Tensor, observed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The network's input (B, 2C, H, W) in its own type, the images in that of the result, `observed` as bool."""
+        observed = self._check(x, observed)
+        check_device(x, self.center.device)
+        own = self.center.dtype
+        x = x.to(result_type(x.dtype, own))
+        inside = ((x - self.center) / self.scale).where(observed, 0).clamp(-_FARTHEST, _FARTHEST).to(own)
+        return torch.cat([inside, observed.expand(x.shape).to(own)], 1), x, observed
 
     def _weigh(self, features: Tensor) -> Tensor:
         """Logits (B, K) of the components."""
@@ -82,12 +100,13 @@ class Network(nn.Module):
         """
         shape = (self.components, *x.shape[1:])
         means, factors, noise, logits = (t.to(x.dtype) for t in (means, factors, noise, logits))
+        center, scale = self.center.to(x.dtype), self.scale.to(x.dtype)
         variance = self.noise_floor + torch.exp(noise.clamp(max=6.0))
         return MFA(
             logits=logits,
-            means=self.center + self.scale * means.unflatten(1, shape[:2]),
-            factors=self.scale * factors.unflatten(1, (self.components, self.rank, x.shape[1])),
-            noise=self.scale.square() * variance.unflatten(1, shape[:2]),
+            means=center + scale * means.unflatten(1, shape[:2]),
+            factors=scale * factors.unflatten(1, (self.components, self.rank, x.shape[1])),
+            noise=scale * (scale * variance.unflatten(1, shape[:2])),  # the square of a scale may overflow
             check=False,
         ).fix(x, observed)
 
@@ -111,3 +130,37 @@ def check_floor(noise_floor: float) -> None:
     """A share of the images' variance."""
     if isinstance(noise_floor, bool) or not isinstance(noise_floor, int | float) or not 0 < noise_floor < 1:
         raise ValueError(f"noise_floor must lie strictly between 0 and 1, got {describe(noise_floor)}")
+
+
+def check_seed(seed: int) -> None:
+    """A number that torch's generators take."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**62) <= seed < 2**62:
+        raise ValueError(f"seed must be an integer between -2**62 and 2**62, got {describe(seed)}")
+
+
+def check_sizes(name: str, values: Any) -> None:
+    """Several counts, each an integer of at least one."""
+    right = isinstance(values, tuple | list) and len(values) > 0
+    if not right or not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in values):
+        raise ValueError(f"{name} must be a tuple of integers of at least 1, got {describe(values)}")
+
+
+def check_shape(shape: Any) -> tuple[int, int, int]:
+    """(C, H, W) of images."""
+    if not isinstance(shape, tuple | list) or len(shape) != 3:
+        raise ValueError(f"shape must be (channels, height, width), got {describe(shape)}")
+    for name, value in zip(("channels", "height", "width"), shape, strict=True):
+        check_size(name, value)
+    channels, height, width = shape
+    return channels, height, width
+
+
+def check_device(x: Tensor, device: torch.device) -> None:
+    """Images where the density is."""
+    if x.device != device:
+        raise ValueError(f"x must be on the device of the density, {device}, got {describe(x)}; move one of them")
+
+
+def result_type(images: torch.dtype, own: torch.dtype) -> torch.dtype:
+    """The type of a density's MFA: that of the images, or, for images in half precision, of the density if wider."""
+    return torch.promote_types(images, own) if images.itemsize < 4 else images

@@ -6,37 +6,23 @@ Everything that runs over images is a matrix product: with O the N×n matrix of 
 - E-step: all C_ik = I + A_oᵀD_o⁻¹A_o are O times the n × K·L(L+1)/2 products of factor columns over d;
 - M-step: the regression of every pixel on [Y, 1], over the images that saw it, needs Oᵀ times the N × K·L(L+1)/2
   products of expected latent variables. `docs/maths.md` has the derivation.
+
+Values are differences from the mean of each pixel, in units of the standard deviation of their channel (`_em_data`), so
+that the constants below mean the same for data in any units.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from misconv._checks import check_images, check_observed, check_seen_finite, describe
 from misconv._linalg import cholesky, triangular_inverse
 
-__all__ = [
-    "Batches",
-    "Parameters",
-    "Statistics",
-    "add_over_processes",
-    "collect",
-    "flatten",
-    "maximize",
-    "measure",
-    "pairs",
-    "some",
-    "start",
-]
-
-Batches = Iterable[tuple[Tensor, Tensor]]
+__all__ = ["Parameters", "Statistics", "collect", "maximize", "start"]
 
 
 @dataclass
@@ -47,6 +33,10 @@ class Parameters:
     means: Tensor
     factors: Tensor
     noise: Tensor
+
+    def to(self, device: torch.device) -> Parameters:
+        """The same on another device."""
+        return Parameters(*(getattr(self, f.name).to(device) for f in fields(self)))
 
 
 @dataclass
@@ -139,6 +129,9 @@ def _split(product: Tensor, components: int, *widths: int, joined: bool = False)
     return [part.unflatten(1, (components, width)) for part, width in zip(parts, widths, strict=True)]
 
 
+_RIDGE = 1e-13
+
+
 def maximize(old: Parameters, s: Statistics, floor: float) -> Parameters:
     """The M-step: for every pixel the weighted regression of its seen values on [y, 1], and the noise that is left.
 
@@ -158,7 +151,10 @@ def maximize(old: Parameters, s: Statistics, floor: float) -> Parameters:
     identity = torch.eye(rank + 1, dtype=normal.dtype, device=normal.device)
     normal = torch.where(known[..., None, None], normal / s.seen.clamp_min(1e-300)[..., None, None], identity)
     target = torch.where(known[..., None], target / s.seen.clamp_min(1e-300)[..., None], 0)
-    solution = torch.linalg.solve(normal, target)  # (n, K, L + 1)
+    # A ridge far below what the data say keeps factors apart that no image tells apart.
+    normal = normal + torch.diag_embed(_RIDGE * normal.diagonal(dim1=-2, dim2=-1))
+    solution, _ = torch.linalg.solve_ex(normal, target)  # (n, K, L + 1)
+    known = known & solution.isfinite().all(-1)
     noise = s.square / s.seen.clamp_min(1e-300) - (solution * target).sum(2)
     factors = torch.where(known[..., None], solution[..., :rank], old.factors.permute(2, 0, 1))  # (n, K, L)
     return Parameters(
@@ -246,6 +242,7 @@ def _principal_directions(centered: Tensor, rank: int, generator: torch.Generato
     randn = partial(torch.randn, generator=generator, dtype=centered.dtype, device="cpu")
     jitter = 1e-3 * randn((rank, pixels)).to(centered.device)
     size = centered.square().mean().sqrt() if images else centered.new_zeros(())
+    size = torch.where(size > 0, size, 0.1)  # a single image says nothing; exact zeros would never move again
     if min(images, pixels) <= rank or rank == 0:
         return size * jitter  # too few images to have directions
     # Randomised subspace iteration: a few products with N×n, nothing of size n×n.
@@ -255,98 +252,3 @@ def _principal_directions(centered: Tensor, rank: int, generator: torch.Generato
     _, values, right = torch.linalg.svd(centered @ basis, full_matrices=False)
     directions: Tensor = (basis @ right.T).T[:rank] * (values[:rank] / math.sqrt(images)).unsqueeze(1)
     return directions + size * jitter
-
-
-def add_over_processes(*tensors: Tensor) -> None:
-    """Sum tensors in place over the processes of `torch.distributed`, where there are several."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        for tensor in tensors:
-            dense = tensor.contiguous()  # views of a larger product are not summed correctly in place
-            dist.all_reduce(dense)
-            tensor.copy_(dense)
-
-
-# Batches -----------------------------------------------------------------------------------------------------------
-
-_CHUNK = 4096
-
-
-def pairs(
-    x: Tensor | Batches, observed: Tensor | None, size: int | None = None, seed: int | None = None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches (x, observed), checked; of tensors in chunks, in random order where a seed is given."""
-    if not isinstance(x, Tensor):
-        if observed is not None:
-            raise TypeError("observed must be None where x yields batches (x, observed)")
-        for chunk, seen in x:
-            check_images("x", chunk)
-            yield chunk, _checked(chunk, seen)
-        return
-    check_images("x", x)
-    if observed is None:
-        raise TypeError("observed must be a bool tensor beside images, got None")
-    observed = _checked(x, observed)
-    order = torch.arange(len(x), device=x.device)
-    if seed is not None:
-        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed), device="cpu").to(x.device)
-    for part in order.split(size or _CHUNK):
-        yield x[part], observed[part]
-
-
-def measure(x: Tensor | Batches, observed: Tensor | None) -> tuple[Tensor, int, Tensor]:
-    """How often each pixel was seen, its sum and its sum of squares (3, n); how many images; an image like them."""
-    sums, images, like = torch.zeros(()), 0, None
-    for chunk, seen in pairs(x, observed):
-        if like is None:
-            like = chunk[:1]
-            sums = torch.zeros(3, like.numel(), dtype=torch.float64, device=like.device)
-        if chunk.shape[1:] != like.shape[1:]:
-            raise ValueError(f"x must hold images of one shape, {tuple(like.shape[1:])}, got {describe(chunk)}")
-        flat, mask = flatten(chunk, seen)
-        blank = (mask.sum(1) == 0).nonzero()
-        if len(blank):
-            number = images + int(blank[0])
-            raise ValueError(f"observed must show at least one pixel of every image, got none of image {number}")
-        sums += torch.stack([mask.sum(0), flat.sum(0), flat.square().sum(0)])
-        images += len(chunk)
-    if like is None:
-        raise ValueError("x must hold at least one image, got none")
-    return sums, images, like
-
-
-def _checked(x: Tensor, observed: Tensor) -> Tensor:
-    observed = check_observed("observed", observed, x)
-    check_seen_finite("x", x, observed)
-    return observed
-
-
-def flatten(x: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
-    """Images and observed as float64 (N, n), zero where not observed."""
-    seen = observed.expand(x.shape)
-    return x.where(seen, 0).double().flatten(1), seen.double().flatten(1)
-
-
-def some(
-    batches: Iterator[tuple[Tensor, Tensor]], images: int, like: Tensor, limit: int, seed: int
-) -> tuple[Tensor, Tensor]:
-    """At most `limit` images drawn from all, and from all processes; every process gets the same ones."""
-    counts = [images]
-    rank = 0
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        sizes = torch.zeros(world, dtype=torch.float64, device=like.device)
-        sizes[rank] = images
-        add_over_processes(sizes)
-        counts = [int(size) for size in sizes]
-    total, before = sum(counts), sum(counts[:rank])
-    generator = torch.Generator().manual_seed(seed)
-    chosen = torch.randperm(total, generator=generator, device="cpu")[:limit].sort().values
-    rows = torch.zeros(2, len(chosen), like.numel(), dtype=torch.float64, device=like.device)
-    position = before
-    for flat, mask in batches:
-        mine = ((chosen >= position) & (chosen < position + len(flat))).nonzero().flatten()
-        take = (chosen[mine] - position).to(like.device)
-        rows[0, mine.to(like.device)], rows[1, mine.to(like.device)] = flat[take], mask[take]
-        position += len(flat)
-    add_over_processes(rows)
-    return rows[0], rows[1]

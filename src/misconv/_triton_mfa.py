@@ -2,8 +2,8 @@
 
 For component k of an image, over scored pixels alone, with δ = x − μ and d the noise:
 
-1. `gram_kernel` sums AᵀD⁻¹A, AᵀD⁻¹δ, log d and the number of pixels over one chunk of pixels;
-2. `distance_kernel` adds the chunks, solves C = I + AᵀD⁻¹A = R Rᵀ for ŷ = C⁻¹AᵀD⁻¹δ, and sums (δ − Aŷ)²/d;
+1. `gram_kernel` sums AᵀD⁻¹A, AᵀD⁻¹δ and the number of pixels over one chunk of pixels;
+2. `distance_kernel` adds the chunks, solves C = I + AᵀD⁻¹A = R Rᵀ for ŷ = C⁻¹AᵀD⁻¹δ, and sums (δ − Aŷ)²/d + log d;
 3. `mixture_kernel` turns the sums of an image into log N_k, the log density, and weights before and after.
 
 Every program of 2 solves the L×L system anew, which costs less than a launch. Sums and algebra are float64, because for
@@ -24,6 +24,7 @@ __all__ = ["condition_kernel", "distance_kernel", "gradient_kernel", "gram_kerne
 
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit
 _LOG_2_PI = tl.constexpr(math.log(2 * math.pi))
+_ROUNDING, _LEAST = tl.constexpr(2.0**-52), tl.constexpr(2.0**-1022)  # of float64: its precision, its smallest number
 # Places in the float64 summary of a component; behind them are ŷ (P), C⁻¹ (P, P) and R⁻¹ (P, P).
 _REST, _POSTERIOR, _PRIOR, _LATENT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 
@@ -80,11 +81,16 @@ def _write_rows(
 
 
 @_jit
-def _read_noise(noise, places, scored, FLOOR: tl.constexpr, TYPE: tl.constexpr):
-    """Noise of at least FLOOR (NaN stays), one where it is not scored, and where it has a gradient."""
-    given = tl.load(noise + places, mask=scored, other=1.0).to(TYPE)
-    least = tl.full((1,), FLOOR, TYPE)  # a bare number is float32 to some versions of `tl.where`
-    return tl.where(given < least, least, given), scored & (given > least)
+def _read_noise(noise, places, scored, value, mean, spread, FLOOR: tl.constexpr, TYPE: tl.constexpr):
+    """Noise in float64, one where it is not scored, and where it has a gradient; as `_likelihood.score` has it.
+
+    It is at least a share FLOOR of the factors' variance (`spread`) and the rounding of the values; NaN stays. FLOOR is
+    a power of two, because some versions of Triton read a bare number as float32.
+    """
+    given = tl.load(noise + places, mask=scored, other=1.0).to(TYPE).to(tl.float64)
+    rounding = tl.maximum(tl.abs(value), tl.abs(mean)) * _ROUNDING
+    least = tl.maximum(spread * FLOOR + rounding * rounding, tl.full((1,), _LEAST, tl.float64))
+    return tl.where(given <= least, least, given), scored & (given > least)
 
 
 @_jit
@@ -103,18 +109,17 @@ def _times_rows(
 
 @_jit
 def _solve(sums, part, chunks, L: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):
-    """ŷ (P), R⁻¹ (P, P) and log det C + |ŷ|² + Σ log d + n log 2π, from the sums of all chunks.
+    """ŷ (P), R⁻¹ (P, P) and log det C + |ŷ|² + n log 2π, from the sums of all chunks.
 
     Elimination on (C | I): all pivots of C ⪰ I are at least 1, and one that rounding has pushed below is set to 1.
     """
-    SLOTS: tl.constexpr = P * P + P + 3
+    SLOTS: tl.constexpr = P * P + P + 2
     rows, columns, chunk = tl.arange(0, P), tl.arange(0, P), tl.arange(0, Q)
     starts, real = sums + (part * chunks + chunk) * SLOTS, chunk < chunks
     places = starts[:, None, None] + rows[None, :, None] * P + columns[None, None, :]
     matrix = tl.sum(tl.load(places, mask=real[:, None, None], other=0.0), 0)
     moment = tl.sum(tl.load(starts[:, None] + P * P + rows[None, :], mask=real[:, None], other=0.0), 0)
-    log_noise = tl.sum(tl.load(starts + P * P + P, mask=real, other=0.0), 0)
-    count = tl.sum(tl.load(starts + P * P + P + 1, mask=real, other=0.0), 0)
+    count = tl.sum(tl.load(starts + P * P + P, mask=real, other=0.0), 0)
 
     inverse = tl.where(rows[:, None] == columns[None, :], 1.0, 0.0).to(tl.float64)
     matrix += inverse
@@ -132,7 +137,7 @@ def _solve(sums, part, chunks, L: tl.constexpr, P: tl.constexpr, Q: tl.constexpr
     inverse = inverse / tl.sqrt(pivots)[:, None]
     whitened = tl.sum(inverse * moment[None, :], 1)
     latent = tl.sum(inverse * whitened[:, None], 0)
-    rest = tl.sum(tl.log(pivots), 0) + tl.sum(latent * latent, 0) + log_noise + count * _LOG_2_PI
+    rest = tl.sum(tl.log(pivots), 0) + tl.sum(latent * latent, 0) + count * _LOG_2_PI
     return latent, inverse, rest
 
 
@@ -144,32 +149,32 @@ def gram_kernel(
     means, factors, noise, x, where, observed, sums, components, size, where_size, observed_size, chunks, steps,
     FLOOR: tl.constexpr, TYPE: tl.constexpr, L: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Sums over one chunk of pixels: AᵀD⁻¹A (P, P), AᵀD⁻¹δ (P), Σ log d, n; and room for the distance."""
+    """Sums over one chunk of pixels: AᵀD⁻¹A (P, P), AᵀD⁻¹δ (P), n; and room for the distance."""
     part, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     image = part // components
     rows, columns, one = tl.arange(0, P), tl.arange(0, P), tl.arange(0, 1)
     gram, moment = tl.zeros((P, P), tl.float64), tl.zeros((P,), tl.float64)
-    log_noise, count = tl.zeros((1,), tl.float64), tl.zeros((1,), tl.float64)
+    count = tl.zeros((1,), tl.float64)
     for step in range(steps):
         pixels = _pixels((chunk * steps + step) * BLOCK, BLOCK)
         scored = _scored(where, observed, image, pixels, size, where_size, observed_size)
-        variance, _ = _read_noise(noise, part * size + pixels, scored, FLOOR, TYPE)
-        log_noise += tl.sum(tl.log(variance.to(tl.float64)), 0)  # many, and their sum decides between components
         count += tl.sum(scored.to(tl.float64), 0)
         if L > 0:
-            precision = 1.0 / variance.to(tl.float64)
             loadings = _read_rows(factors, part, pixels, scored, size, TYPE, L, P, BLOCK)
-            deviation = _read(x, image * size + pixels, scored, TYPE) - _read(means, part * size + pixels, scored, TYPE)
-            moment += tl.sum(loadings * (deviation * precision)[None, :], 1)
+            value = _read(x, image * size + pixels, scored, TYPE)
+            mean = _read(means, part * size + pixels, scored, TYPE)
+            spread = tl.sum(loadings * loadings, 0)
+            variance, _ = _read_noise(noise, part * size + pixels, scored, value, mean, spread, FLOOR, TYPE)
+            precision = 1.0 / variance
+            moment += tl.sum(loadings * ((value - mean) * precision)[None, :], 1)
             for j in tl.static_range(L):
                 # Read once more, from the cache: a row of a tensor in registers cannot be picked.
                 row = _read(factors, (part * L + j) * size + pixels, scored, TYPE) * precision
                 gram += tl.where(columns[None, :] == j, tl.sum(loadings * row[None, :], 1)[:, None], 0.0)
-    base = sums + (part * chunks + chunk) * (P * P + P + 3)
+    base = sums + (part * chunks + chunk) * (P * P + P + 2)
     tl.store(base + rows[:, None] * P + columns[None, :], gram)
     tl.store(base + P * P + rows, moment)
-    tl.store(base + P * P + P + one, log_noise)
-    tl.store(base + P * P + P + 1 + one, count)
+    tl.store(base + P * P + P + one, count)
 
 
 @_jit
@@ -178,7 +183,7 @@ def distance_kernel(
     steps, FLOOR: tl.constexpr, TYPE: tl.constexpr, L: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
     BLOCK: tl.constexpr
 ):
-    """Σ (δ − Aŷ)²/d over one chunk of pixels, a sum of squares that cannot cancel; the first keeps ŷ, C⁻¹, R⁻¹."""
+    """Σ (δ − Aŷ)²/d + log d over one chunk of pixels, whose squares cannot cancel; the first keeps ŷ, C⁻¹, R⁻¹."""
     part, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     image = part // components
     latent, inverse, rest = _solve(sums, part, chunks, L, P, Q)
@@ -186,12 +191,17 @@ def distance_kernel(
     for step in range(steps):
         pixels = _pixels((chunk * steps + step) * BLOCK, BLOCK)
         scored = _scored(where, observed, image, pixels, size, where_size, observed_size)
-        variance, _ = _read_noise(noise, part * size + pixels, scored, FLOOR, TYPE)
-        deviation = _read(x, image * size + pixels, scored, TYPE) - _read(means, part * size + pixels, scored, TYPE)
+        value = _read(x, image * size + pixels, scored, TYPE)
+        mean = _read(means, part * size + pixels, scored, TYPE)
+        deviation, spread = value - mean, tl.zeros((BLOCK,), tl.float64)
         if L > 0:
-            deviation -= tl.sum(_read_rows(factors, part, pixels, scored, size, TYPE, L, P, BLOCK) * latent[:, None], 0)
-        distance += tl.sum(deviation * deviation / variance.to(tl.float64), 0)
-    tl.store(sums + (part * chunks + chunk) * (P * P + P + 3) + P * P + P + 2 + tl.arange(0, 1), distance)
+            loadings = _read_rows(factors, part, pixels, scored, size, TYPE, L, P, BLOCK)
+            spread = tl.sum(loadings * loadings, 0)
+            deviation -= tl.sum(loadings * latent[:, None], 0)
+        variance, _ = _read_noise(noise, part * size + pixels, scored, value, mean, spread, FLOOR, TYPE)
+        # The quotient first: neither it nor what it is multiplied with overflows where their product does not.
+        distance += tl.sum(deviation * (deviation / variance) + tl.log(variance), 0)
+    tl.store(sums + (part * chunks + chunk) * (P * P + P + 2) + P * P + P + 1 + tl.arange(0, 1), distance)
     if chunk == 0:
         rows, columns = tl.arange(0, P), tl.arange(0, P)
         base = summary + part * (4 + P + 2 * P * P)
@@ -211,7 +221,7 @@ def mixture_kernel(
     image, k, chunk = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, Q)
     part, real = image * components + k, k < components
     base = summary + part * (4 + P + 2 * P * P)
-    places = (part[:, None] * chunks + chunk[None, :]) * (P * P + P + 3) + P * P + P + 2
+    places = (part[:, None] * chunks + chunk[None, :]) * (P * P + P + 2) + P * P + P + 1
     distance = tl.sum(tl.load(sums + places, mask=real[:, None] & (chunk < chunks)[None, :], other=0.0), 1)
     rest = tl.load(base + _REST, mask=real, other=0.0)
     prior = tl.load(logits + part, mask=real, other=float("-inf")).to(TYPE).to(tl.float64)
@@ -253,14 +263,16 @@ def gradient_kernel(
         if logits_gradient is not None:
             change = weight - scale * tl.load(base + _PRIOR)
             tl.store(logits_gradient + part, change.to(TYPE), mask=block == 0)
-        variance, free = _read_noise(noise, part * size + pixels, scored, FLOOR, TYPE)
-        precision = 1.0 / variance.to(tl.float64)
-        alpha = value - _read(means, part * size + pixels, scored, TYPE)
+        mean = _read(means, part * size + pixels, scored, TYPE)
+        alpha, factor_variance = value - mean, tl.zeros((BLOCK,), tl.float64)
         if L > 0:
             rows = tl.arange(0, P)
             latent = tl.load(base + _LATENT + rows)
             loadings = _read_rows(factors, part, pixels, scored, size, TYPE, L, P, BLOCK)
+            factor_variance = tl.sum(loadings * loadings, 0)
             alpha -= tl.sum(loadings * latent[:, None], 0)
+        variance, free = _read_noise(noise, part * size + pixels, scored, value, mean, factor_variance, FLOOR, TYPE)
+        precision = 1.0 / variance
         alpha *= precision
         slope = alpha * alpha - precision
         if L > 0 and (factors_gradient is not None or noise_gradient is not None):

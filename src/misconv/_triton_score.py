@@ -45,7 +45,7 @@ class _Plan:
         masks = (1 if mask is None else mask[1] * height * width for mask in (where, observed))
         self.sizes = (self.components, self.size, *masks)
         self.type = tl.float64 if dtype == torch.float64 else tl.float32
-        self.sums = (self.batch, self.components, self.chunks, self.P**2 + self.P + 3)
+        self.sums = (self.batch, self.components, self.chunks, self.P**2 + self.P + 2)
         self.summary = summary_shape(shape)
         self._gradients: dict[tuple[Any, ...], Launch] = {}
 
@@ -204,7 +204,7 @@ def log_prob(*tensors: Tensor | None, floor: float, plain: Callable[..., Tensor]
 
     Args:
         tensors: logits, means, factors, noise, x, where, observed; the last two may be None.
-        floor: the least noise.
+        floor: the least noise, as a share of the factors' variance; a power of two.
         plain: computes the same from the same tensors, for second derivatives.
     """
     if torch.compiler.is_compiling():

@@ -7,18 +7,31 @@ by `misconv.fit_density`); `SMFA` is one mixture for all images, fitted by EM an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from misconv import _em
-from misconv._checks import check_images, check_size, describe
-from misconv._density_network import Network, check_floor, check_rank, part_components
+from misconv import _em, _em_data
+from misconv._checks import check_images, check_observed, check_size, describe
+from misconv._density_network import (
+    Network,
+    check_device,
+    check_floor,
+    check_rank,
+    check_seed,
+    check_shape,
+    check_sizes,
+    part_components,
+    result_type,
+)
 from misconv.mfa import MFA
 
 __all__ = ["SMFA", "ConvDMFA", "LinearDMFA"]
+
+
+_MOST_WEIGHTS = 2**34  # 64 GiB in float32
 
 
 class LinearDMFA(Network):
@@ -41,13 +54,14 @@ class LinearDMFA(Network):
     def __init__(
         self, shape: tuple[int, int, int], components: int = 1, rank: int = 4, noise_floor: float = 1e-3
     ) -> None:
-        if len(shape) != 3:
-            raise ValueError(f"shape must be (channels, height, width), got {describe(shape)}")
-        channels, height, width = shape
+        channels, height, width = self.shape = check_shape(shape)
         super().__init__(channels, components, rank, noise_floor)
-        check_size("height", height)
-        check_size("width", width)
-        self.shape = (channels, height, width)
+        weights = 32 * height * width * components * (rank + 2) * channels * height * width
+        if weights > _MOST_WEIGHTS:
+            raise ValueError(
+                f"shape must be that of small images, got {self.shape}, for which the linear layers would have "
+                f"{weights:.0e} weights; use ConvDMFA"
+            )
         self.features = nn.Sequential(
             nn.Conv2d(2 * channels, 16, 5, padding=2), nn.ReLU(),
             nn.Conv2d(16, 32, 5, padding=2), nn.ReLU(),
@@ -68,9 +82,10 @@ class LinearDMFA(Network):
 
     def forward(self, x: Tensor, observed: Tensor) -> MFA:
         """The MFA of every image given its observed pixels."""
-        inside, x, observed = self._input(x, observed)
+        check_images("x", x)
         if tuple(x.shape[1:]) != self.shape:
             raise ValueError(f"x must hold images of {self.shape}, as this density was made for, got {describe(x)}")
+        inside, x, observed = self._input(x, observed)
         features = self.features(inside)
 
         def image(flat: Tensor) -> Tensor:
@@ -112,12 +127,14 @@ class ConvDMFA(Network):
         skips: bool = False,
     ) -> None:
         super().__init__(channels, components, rank, noise_floor)
-        if len(depths) != 2 * len(widths) - 1 or min(*depths, *widths) < 1:
+        check_sizes("widths", widths)
+        check_sizes("depths", depths)
+        if len(depths) != 2 * len(widths) - 1:
             raise ValueError(
                 "depths must be positive, one for each of the widths on the way down, and again on the way up: "
                 f"{2 * len(widths) - 1} for {len(widths)} widths, got {describe(depths)}"
             )
-        self.widths, self.depths, self.skips = tuple(widths), tuple(depths), skips
+        self.widths, self.depths, self.skips = tuple(widths), tuple(depths), bool(skips)
         layers: list[nn.Module] = []
         inside = 2 * channels
         for level, width in enumerate(widths):
@@ -145,6 +162,11 @@ class ConvDMFA(Network):
         height, width = x.shape[2:]
         # Halved and doubled again, a side keeps its length if it is a multiple of this; what is added is missing.
         multiple = 2 ** (len(self.widths) - 1)
+        if self.training and len(x) * -(-height // multiple) * -(-width // multiple) == 1:
+            raise ValueError(
+                "x must hold several images of this size in training mode, where BatchNorm measures their features; "
+                f"got {describe(x)} (density.eval() takes a single one)"
+            )
         features = self._through(F.pad(inside, (0, -width % multiple, 0, -height % multiple)))
         features = features[..., :height, :width]
         factors = x.new_zeros(len(x), 0, height, width) if self.factors is None else self.factors(features)
@@ -199,7 +221,6 @@ class SMFA(nn.Module):
     means: Tensor
     factors: Tensor
     noise: Tensor
-    center: Tensor
 
     def __init__(self, components: int = 10, rank: int = 6, shape: tuple[int, int, int] | None = None) -> None:
         super().__init__()
@@ -208,10 +229,13 @@ class SMFA(nn.Module):
         self.components, self.rank = components, rank
         self.history: list[float] = []
         self.floor = 0.0
-        for name in ("logits", "means", "factors", "noise", "center"):
+        # What EM works on: float64, in units of the data; None before `begin`.
+        self._exact: _em.Parameters | None = None
+        self._units: _em_data.Units | None = None
+        for name in ("logits", "means", "factors", "noise"):
             self.register_buffer(name, None)
         if shape is not None:
-            self._allocate(tuple(shape), torch.get_default_dtype(), torch.get_default_device())
+            self._allocate(check_shape(shape), torch.get_default_dtype(), torch.get_default_device())
 
     def config(self) -> dict[str, Any]:
         """The arguments that make another one like this."""
@@ -226,13 +250,16 @@ class SMFA(nn.Module):
         shape = tuple(self.means.shape[1:])
         if x.shape[1:] != shape:
             raise ValueError(f"x must hold images of {shape}, as this SMFA was fitted to, got {describe(x)}")
+        check_device(x, self.means.device)
+        observed = check_observed("observed", observed, x)
+        kind = result_type(x.dtype, self.means.dtype)
         prior = (self.logits, self.means, self.factors, self.noise)
-        logits, means, factors, noise = (t.to(x.dtype).expand(len(x), *t.shape) for t in prior)
-        return MFA(logits, means, factors, noise, check=False).condition(x, observed)
+        logits, means, factors, noise = (t.to(kind).expand(len(x), *t.shape) for t in prior)
+        return MFA(logits, means, factors, noise, check=False).condition(x.to(kind), observed)
 
     def fit(
         self,
-        x: Tensor | _em.Batches,
+        x: Tensor | _em_data.Batches,
         observed: Tensor | None = None,
         *,
         iterations: int = 50,
@@ -244,20 +271,28 @@ class SMFA(nn.Module):
     ) -> SMFA:
         """Fit by EM on incomplete images; the log-likelihood of what is seen never falls (except with `minibatch`).
 
+        A fresh module takes the device and dtype of the images (float32 at least). One that has parameters keeps its
+        own, and EM runs there: images on another device are sent to it batch by batch.
+
         Args:
             x: images (N, C, H, W), or, for data that does not fit into memory, anything that yields batches
                 (x, observed) each time it is iterated, such as a DataLoader.
             observed: bool (N, 1, H, W) or (N, C, H, W).
-            iterations: at most so many passes over the data.
-            tolerance: stop when a pass gains less than this share of the log-likelihood.
-            minibatch: update after every so many images instead of after a pass (stepwise EM); of an `x` that yields
+            iterations: the largest number of passes over the data.
+            tolerance: stop when a pass gains less than this, in nats per seen pixel.
+            minibatch: update after this many images instead of after a pass (stepwise EM); of an `x` that yields
                 batches, after each of them.
-            noise_floor: the least noise variance, as a share of the images' variance.
+            noise_floor: the least noise variance, as a share of the variance of the pixel's channel.
             seed: of the start and of the order of minibatches.
             on_iteration: called after every pass with its number and the mean log-likelihood of an image.
 
         With `torch.distributed` initialised, every process passes its own images, and sums are taken over all.
         """
+        check_size("iterations", iterations)
+        if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or tolerance != tolerance:
+            raise ValueError(f"tolerance must be a number, got {describe(tolerance)}")
+        if minibatch is not None:
+            check_size("minibatch", minibatch)
         self.begin(x, observed, noise_floor=noise_floor, seed=seed)
         memory: _em.Statistics | None = None
         for number in range(1, iterations + 1):
@@ -269,40 +304,30 @@ class SMFA(nn.Module):
         return self
 
     def gain(self) -> float:
-        """What the last pass gained, as a share of the log-likelihood."""
+        """What the last pass gained, in nats per seen pixel."""
         before, after = self.history[-2:]
-        return (after - before) / max(abs(after), 1e-12)
+        return (after - before) / self._working()[1].seen
 
+    @torch.no_grad()
     def begin(
-        self, x: Tensor | _em.Batches, observed: Tensor | None = None, *, noise_floor: float = 1e-3, seed: int = 0
+        self, x: Tensor | _em_data.Batches, observed: Tensor | None = None, *, noise_floor: float = 1e-3, seed: int = 0
     ) -> None:
         """Measure every pixel, then start from k-means over the seen pixels of up to 2,000 images."""
         check_floor(noise_floor)
-        sums, images, like = _em.measure(x, observed)
-        total = sums.new_tensor(float(images))
-        _em.add_over_processes(sums, total)
+        check_seed(seed)
+        device = None if self.means is None else self.means.device
+        units, images, total, like = _em_data.measure(x, observed, device)
         if total < self.components:
-            raise ValueError(f"x must hold at least as many images as components, {self.components}, got {int(total)}")
-        shape = tuple(like.shape[1:])
-        never = (sums[0] == 0).nonzero()
-        if len(never):
-            place = tuple(int(i) for i in torch.unravel_index(never[0, 0], shape))
-            raise ValueError(
-                f"observed must show every pixel in at least one image, got {len(never)} that are never seen, the "
-                f"first at (channel, row, column) {place}; crop them away, or use a density network"
-            )
-        self._allocate(shape, like.dtype, like.device)
-        center = sums[1] / sums[0]
-        variance = (sums[2] / sums[0] - center.square()).clamp_min(0).mean()
-        self.floor = max(noise_floor * float(variance), 1e-12)
-        self.center.copy_(center.view(shape))
-        self.history = []
-        chosen, mask = _em.some(self._centered(x, observed), images, center, limit=2000, seed=seed)
+            raise ValueError(f"x must hold at least as many images as components, {self.components}, got {total}")
+        self._allocate(tuple(like.shape[1:]), like.dtype, like.device)
+        self._units, self.floor, self.history = units, noise_floor, []
+        chosen, mask = _em_data.some(self._standardized(x, observed), images, units.center, limit=2000, seed=seed)
         self._keep(_em.start(chosen, mask, self.components, self.rank, self.floor, seed))
 
+    @torch.no_grad()
     def iterate(
         self,
-        x: Tensor | _em.Batches,
+        x: Tensor | _em_data.Batches,
         observed: Tensor | None = None,
         *,
         minibatch: int | None = None,
@@ -314,23 +339,23 @@ class SMFA(nn.Module):
         Returns:
             With `minibatch` the running statistics, to be passed as `memory` to the next pass; else None.
         """
-        p = self._parameters64()
+        p, _ = self._working()
         if minibatch is None:
             sums: _em.Statistics | None = None
-            for flat, mask in self._centered(x, observed):
-                part = _em.collect(p, flat, mask)
+            for flat, mask in self._standardized(x, observed):
+                part = self._collect(p, flat, mask)
                 sums = part if sums is None else sums + part
             assert sums is not None
-            _em.add_over_processes(*vars(sums).values())
+            _em_data.add_over_processes(*vars(sums).values())
             self._keep(_em.maximize(p, sums, self.floor))
             self.history.append(float(sums.likelihood / sums.images))
             return None
         check_size("minibatch", minibatch)
         step = 0 if memory is None else round(float(memory.images))
         likelihood, images = 0.0, 0.0
-        for flat, mask in self._centered(x, observed, minibatch, seed):
-            part = _em.collect(p, flat, mask)
-            _em.add_over_processes(*vars(part).values())
+        for flat, mask in self._standardized(x, observed, minibatch, seed):
+            part = self._collect(p, flat, mask)
+            _em_data.add_over_processes(*vars(part).values())
             likelihood, images = likelihood + float(part.likelihood), images + float(part.images)
             average = _em.Statistics(*(value / part.images for value in vars(part).values()))
             step += 1
@@ -347,48 +372,63 @@ class SMFA(nn.Module):
 
     def resumable(self) -> dict[str, Tensor]:
         """Everything EM needs to go on exactly where it is."""
-        return {f"em.{name}": value for name, value in vars(self._parameters64()).items()} | {"em.center": self.center}
+        parameters, units = self._working()
+        values = {**vars(parameters), **vars(units), "seen": torch.tensor(units.seen, dtype=torch.float64)}
+        return {f"em.{name}": value for name, value in values.items()}
 
     def resume(self, images: Tensor, tensors: dict[str, Tensor], history: list[float], floor: float) -> None:
         """Go on from what `resumable` returned, with images like those it was fitted to."""
+        names = ("logits", "means", "factors", "noise", "center", "scale", "seen")
+        if any(f"em.{name}" not in tensors for name in names):
+            raise ValueError(f"tensors must be those of SMFA.resumable, em.{', em.'.join(names)}, got {sorted(tensors)}")
         self._allocate(tuple(images.shape[1:]), images.dtype, images.device)
-        names = ("logits", "means", "factors", "noise")
-        logits, means, factors, noise = (tensors[f"em.{name}"].to(images.device) for name in names)
-        self.center.copy_(tensors["em.center"])
+        logits, means, factors, noise, center, scale, seen = (
+            tensors[f"em.{name}"].to(self.means.device) for name in names
+        )
+        self._units = _em_data.Units(center, scale, float(seen))
         self.history, self.floor = list(history), floor
         self._keep(_em.Parameters(logits, means, factors, noise))
 
-    def _centered(
-        self, x: Tensor | _em.Batches, observed: Tensor | None, size: int | None = None, seed: int | None = None
+    def _standardized(
+        self, x: Tensor | _em_data.Batches, observed: Tensor | None, size: int | None = None, seed: int | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches (N, n) in float64: values around the pixel means, zero where not observed; and observed."""
-        center = self.center.double().flatten()
-        for chunk, seen in _em.pairs(x, observed, size, seed):
-            flat, mask = _em.flatten(chunk, seen)
-            yield (flat - center) * mask, mask
+        """Batches (N, n) in float64: values in units of the data, zero where not observed; and observed."""
+        units = cast(_em_data.Units, self._units).to(self.means.device)
+        for chunk, seen in _em_data.pairs(x, observed, size, seed, self.means.device):
+            if chunk.shape[1:] != self.means.shape[1:]:
+                raise ValueError(f"x must hold images of {tuple(self.means.shape[1:])}, got {describe(chunk)}")
+            yield units.apply(chunk, seen)
+
+    def _collect(self, p: _em.Parameters, flat: Tensor, mask: Tensor) -> _em.Statistics:
+        """The E-step, with the log-likelihood in the units of the images."""
+        part = _em.collect(p, flat, mask)
+        part.likelihood -= (mask @ cast(_em_data.Units, self._units).scale.to(flat.device).log()).sum()
+        return part
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        """Room for the parameters; those of a module that has some stay on its device and in its dtype."""
+        if self.means is not None:
+            dtype, device = self.means.dtype, self.means.device
+
         def zeros(*size: int) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
+            return torch.zeros(size, dtype=torch.promote_types(dtype, torch.float32), device=device)
 
         self.logits = zeros(self.components)
         self.means = zeros(self.components, *shape)
         self.factors = zeros(self.components, self.rank, *shape)
         self.noise = torch.ones_like(self.means)
-        self.center = zeros(*shape).double()
-        self._exact: _em.Parameters | None = None
 
     def _keep(self, p: _em.Parameters) -> None:
-        """Store EM's float64 parameters in the type of the images, and as they are for the next iteration."""
-        self._exact = p
+        """Store EM's parameters in the units and type of the images, and as they are for the next iteration."""
+        self._exact, (_, units) = p, self._working(p)
         self.logits.copy_(p.logits)
-        self.means.copy_((p.means + self.center.flatten()).view(self.means.shape))
-        self.factors.copy_(p.factors.view(self.factors.shape))
-        self.noise.copy_(p.noise.view(self.noise.shape))
+        self.means.copy_((units.center + units.scale * p.means).view(self.means.shape))
+        self.factors.copy_((units.scale * p.factors).view(self.factors.shape))
+        self.noise.copy_((units.scale.square() * p.noise).view(self.noise.shape))
 
-    def _parameters64(self) -> _em.Parameters:
-        if self._exact is not None:
-            return self._exact
-        means = (self.means.double() - self.center).flatten(1)
-        factors, noise = self.factors.double().flatten(2), self.noise.double().flatten(1)
-        return _em.Parameters(self.logits.double(), means, factors, noise)
+    def _working(self, p: _em.Parameters | None = None) -> tuple[_em.Parameters, _em_data.Units]:
+        """EM's parameters and units, where the module is."""
+        p = p or self._exact
+        if p is None or self._units is None:
+            raise RuntimeError("this SMFA is not being fitted; call begin(x, observed) first")
+        return p.to(self.means.device), self._units.to(self.means.device)

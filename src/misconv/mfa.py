@@ -7,25 +7,29 @@ O(n·L²) time and O(n·L) memory; no n×n matrix ever exists. `docs/maths.md` h
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass, fields
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from misconv._checks import check_images, check_mfa, check_observed, check_seen_finite, check_size, describe
-from misconv._linalg import cholesky, triangular_inverse
+from misconv._checks import (
+    as_rows,
+    check_images,
+    check_mfa,
+    check_observed,
+    check_seen_finite,
+    check_size,
+    describe,
+    generator_device,
+)
+from misconv._likelihood import NOISE_FLOOR, full_precision, log_prob, score, wide_type
 from misconv._path import HAS_TRITON, by_itself, fall_back, is_plain
 
 __all__ = ["MFA"]
 
-# A noise variance below this counts as this where it is divided by (scoring, conditioning): a standard deviation of
-# 1e-7. It keeps 1/d finite, and with the float64 Gram matrix (below) C = I + AᵀD⁻¹A still has correct digits.
-_NOISE_FLOOR = 1e-14
 _MAX_RANK = 16  # of the fused kernels
 
 
@@ -119,10 +123,12 @@ class MFA:
     @property
     def variance(self) -> Tensor:
         """(B, C, H, W), the variance of every pixel: within components plus between them, never negative."""
-        means, factors, noise = self.pinned()
-        between = self._zero_where_observed(means - self.mean.unsqueeze(-4))
+        # In float64, so that the square of a far component with little weight cannot overflow.
+        means, factors, noise = (values.to(wide_type(self.means)) for values in self.pinned())
+        weights = _over_pixels(self.logits.to(means.dtype).softmax(-1))
+        between = self._zero_where_observed(means - (weights * means).sum(-4, keepdim=True))
         within = noise + factors.square().sum(-4)  # (B, K, C, H, W)
-        return (_over_pixels(self.weights) * (within + between.square())).sum(-4)
+        return (weights * (within + between.square())).sum(-4).to(self.dtype)
 
     def pinned(self) -> tuple[Tensor, Tensor, Tensor]:
         """Means, factors and noise as they count: factors and noise are zero, with zero gradient, at exact pixels."""
@@ -155,8 +161,8 @@ class MFA:
         if self._fused(x):
             from misconv import _triton_score
 
-            return _triton_score.log_prob(*tensors, floor=_NOISE_FLOOR, plain=_log_prob)
-        return _log_prob(*tensors)
+            return _triton_score.log_prob(*tensors, floor=NOISE_FLOOR, plain=log_prob)
+        return log_prob(*tensors)
 
     def condition(self, x: Tensor, observed: Tensor) -> MFA:
         """The MFA given the observed pixels, which become exact; the weights are updated by Bayes' rule.
@@ -165,7 +171,8 @@ class MFA:
 
         Args:
             x: (B, C, H, W); values outside `observed` are never read.
-            observed: bool (B, 1, H, W) or (B, C, H, W).
+            observed: bool (B, 1, H, W) or (B, C, H, W). (None is refused: it does not say whether all or nothing was
+                seen.)
 
         Example:
             >>> means, noise = torch.zeros(1, 1, 1, 1, 2), torch.ones(1, 1, 1, 1, 2)
@@ -182,19 +189,20 @@ class MFA:
             from misconv import _triton_score
 
             tensors = (*self._parameters(), x, observed, self.observed)
-            logits, means, factors = _triton_score.condition(*tensors, floor=_NOISE_FLOOR)
+            logits, means, factors = _triton_score.condition(*tensors, floor=NOISE_FLOOR)
             return MFA(logits, means, factors, self.noise, known, check=False)
-        likelihood, root_inverse, latent = self._score(x, observed)
-        # Factors of pixels that were exact before may hold anything; a zero times that must not reach a gradient.
-        free = self._zero_where_observed(self.factors, 1).flatten(-3)  # (B, K, L, n)
-        with _full_precision(self.device):
-            moved = (latent.to(self.dtype).unsqueeze(-2) @ free).reshape(self.means.shape)
-            factors = (root_inverse.to(self.dtype) @ free).reshape(self.factors.shape)
         fresh = observed if self.observed is None else observed & ~self.observed
+        likelihood, root_inverse, latent = score(self.means, self.factors, self.noise, x, fresh)
+        # Factors of pixels that were exact before may hold anything; a zero times that must not reach a gradient.
+        compute = torch.promote_types(self.dtype, torch.float32)
+        free = self._zero_where_observed(self.factors, 1).to(compute).flatten(-3)  # (B, K, L, n)
+        with full_precision(self.device):
+            moved = (latent.to(compute).unsqueeze(-2) @ free).reshape(self.means.shape)
+            factors = (root_inverse.to(compute) @ free).reshape(self.factors.shape)
         return MFA(
             logits=(self.logits.log_softmax(-1) + likelihood).log_softmax(-1).to(self.dtype),
-            means=torch.where(fresh.unsqueeze(-4), x.unsqueeze(-4), self.means + moved),
-            factors=factors,
+            means=torch.where(fresh.unsqueeze(-4), x.unsqueeze(-4), (self.means + moved).to(self.dtype)),
+            factors=factors.to(self.dtype),
             noise=self.noise,
             observed=known,
             check=False,
@@ -203,7 +211,7 @@ class MFA:
     def fix(self, x: Tensor, observed: Tensor) -> MFA:
         """Pin the observed pixels of an MFA that is conditional already; nothing else is updated.
 
-        This is the last line of a density network: its parameters describe the missing pixels given the others.
+        Arguments are those of `condition`. This is the last line of a density network: its parameters describe the missing pixels given the others.
 
         Example:
             >>> means, noise = torch.zeros(1, 1, 1, 1, 2), torch.ones(1, 1, 1, 1, 2)
@@ -224,7 +232,8 @@ class MFA:
     def sample(self, count: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
         """Draw `count` completions of every image, (count, B, C, H, W); observed pixels are the same in all.
 
-        Differentiable in means, factors and noise; the choice of the component is not.
+        Differentiable in means, factors and noise; the choice of the component is not. Numbers are drawn where the
+        generator lives, so one CPU generator gives the same samples on every device.
 
         Example:
             >>> p = MFA.point(torch.rand(2, 3, 8, 8))
@@ -232,25 +241,37 @@ class MFA:
             True
         """
         check_size("count", count)
-        chosen = torch.multinomial(self.weights, count, replacement=True, generator=generator).T  # (S, B)
+        device = generator_device(generator, self.device)
+        kind = torch.promote_types(self.dtype, torch.float32)  # half precision has no generators
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=kind, device=device).to(self.device, self.dtype)
+
+        weights = self.weights.to(device, kind)
+        chosen = torch.multinomial(weights, count, replacement=True, generator=generator).T.to(self.device)  # (S, B)
         one_hot = torch.nn.functional.one_hot(chosen, self.logits.shape[-1]).to(self.dtype)  # (S, B, K)
-        randn = partial(torch.randn, generator=generator, dtype=self.dtype, device=self.device)
-        latent = randn((count, *self.factors.shape[:3])) * one_hot.unsqueeze(-1)  # (S, B, K, L)
+        latent = randn(count, *self.factors.shape[:3]) * one_hot.unsqueeze(-1)  # (S, B, K, L)
         means, factors, noise = self.pinned()
-        with _full_precision(self.device):
+        with full_precision(self.device):
             drawn = torch.einsum("sbk,bkchw->sbchw", one_hot, means)
             drawn = drawn + torch.einsum("sbkl,bklchw->sbchw", latent, factors)
             deviation = torch.einsum("sbk,bkchw->sbchw", one_hot, _safe_sqrt(noise))
-        drawn = drawn + deviation * randn((count, *self.shape))
+        drawn = drawn + deviation * randn(count, *self.shape)
         return drawn if self.observed is None else torch.where(self.observed, self.means[:, 0], drawn)
 
     # Batches and devices -----------------------------------------------------------------------------------------
 
     def to(self, *args: Any, **kwargs: Any) -> MFA:
         """Move or cast all parameters, with the arguments of `torch.Tensor.to`; `observed` stays bool."""
-        moved = self._map(lambda t: t.to(*args, **kwargs))
-        moved.observed = None if self.observed is None else self.observed.to(moved.device)
-        return moved
+        try:
+            logits, means, factors, noise = (t.to(*args, **kwargs) for t in self._parameters())
+        except (RuntimeError, TypeError) as error:
+            given = ", ".join(describe(value) for value in (*args, *kwargs.values()))
+            raise ValueError(f"to must be given a device or a floating-point dtype that exists, got {given}") from error
+        if not means.is_floating_point():
+            raise ValueError(f"to must be given a floating-point dtype, got {means.dtype}")
+        observed = None if self.observed is None else self.observed.to(means.device)
+        return MFA(logits, means, factors, noise, observed, check=False)
 
     def detach(self) -> MFA:
         """The same MFA without gradients."""
@@ -259,13 +280,13 @@ class MFA:
     def __len__(self) -> int:
         return len(self.means)
 
-    def __getitem__(self, index: int | slice | list[int] | Tensor) -> MFA:
-        """Some of the images; a single index keeps the batch dimension."""
-        if isinstance(index, int) and not isinstance(index, bool):
-            if not -len(self) <= index < len(self):
-                raise IndexError(f"index must be one of {len(self)} images, got {index}")
-            index = [index]
-        return self._map(lambda t: t[index])
+    def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> MFA:
+        """Some of the images, as an MFA: an integer, a slice, or a list or tensor of integers or of B bools.
+
+        The batch dimension stays, also for a single integer of any kind.
+        """
+        rows = as_rows(index, len(self), self.device)
+        return self._map(lambda t: t[rows])
 
     def __repr__(self) -> str:
         if not isinstance(self.factors, Tensor) or self.factors.dim() != 6:
@@ -303,7 +324,10 @@ class MFA:
                 f"x must have the shape {tuple(self.shape)}, dtype {self.dtype} and device {self.device} of the MFA, "
                 f"got {describe(x)}"
             )
-        chosen = torch.ones_like(x, dtype=torch.bool) if chosen is None else check_observed(name, chosen, x)
+        if chosen is None and name == "where":
+            chosen = torch.ones_like(x, dtype=torch.bool)
+        else:
+            chosen = check_observed(name, chosen, x)
         check_seen_finite("x", x, chosen)
         return chosen
 
@@ -320,61 +344,12 @@ class MFA:
             fall_back(f"log_prob needs Triton, and at most {_MAX_RANK} factors")
         return served and by_itself(*tensors)
 
-    def _score(self, x: Tensor, where: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log density of x in `where` under every component (B, K), R⁻¹ (B, K, L, L) and E[Y | x] (B, K, L).
-
-        C = I + VVᵀ, with V the factors over √d, is formed in float64: for nearly collinear factors and little noise
-        its smallest pivots are differences of large numbers.
-        """
-        scored = where if self.observed is None else where & ~self.observed
-        pixels = scored.expand(self.shape).unsqueeze(-4)  # (B, 1, C, H, W)
-        compute, wide = torch.promote_types(self.dtype, torch.float32), _wide(self.dtype, self.device)
-        # Fill before arithmetic: what is not scored may be NaN, and NaN · 0 is NaN in values and gradients.
-        deviation = torch.where(pixels, x.unsqueeze(-4) - self.means, 0).to(compute).flatten(-3)  # (B, K, n)
-        noise = torch.where(pixels, self.noise, 1).to(compute).clamp_min(_NOISE_FLOOR).flatten(-3)  # (B, K, n)
-        factors = torch.where(pixels.unsqueeze(-4), self.factors, 0).to(compute).flatten(-3)  # (B, K, L, n)
-
-        with _full_precision(self.device):
-            scale = noise.rsqrt()
-            whitened = deviation * scale  # (B, K, n), w
-            loadings = factors * scale.unsqueeze(-2)  # (B, K, L, n), V
-            exact = loadings.to(wide)
-            identity = torch.eye(factors.shape[-2], dtype=wide, device=self.device)
-            root = cholesky(identity + exact @ exact.mT)  # (B, K, L, L), R
-            root_inverse = triangular_inverse(root)
-            latent = root_inverse @ (exact @ whitened.to(wide).unsqueeze(-1))
-            latent = (root_inverse.mT @ latent).squeeze(-1)  # (B, K, L), ŷ = C⁻¹ V w
-            # |w|² − (Vw)ᵀC⁻¹(Vw) as a sum of squares, which cannot cancel: |w − Vᵀŷ|² + |ŷ|².
-            unexplained = whitened - (latent.to(compute).unsqueeze(-2) @ loadings).squeeze(-2)
-        distance = unexplained.square().sum(-1, dtype=wide) + latent.square().sum(-1)
-        log_det = noise.log().sum(-1, dtype=wide) + 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        count = pixels.flatten(-3).sum(-1).to(wide)  # (B, 1)
-        return -0.5 * (distance + log_det + count * math.log(2 * math.pi)), root_inverse, latent
-
-
-def _log_prob(*tensors: Any) -> Tensor:
-    logits, means, factors, noise, x, where, observed = tensors
-    where = torch.ones_like(x, dtype=torch.bool) if where is None else where
-    p = MFA(logits, means, factors, noise, observed, check=False)
-    likelihood, _, _ = p._score(x, where)
-    return (p.logits.log_softmax(-1) + likelihood).logsumexp(-1).to(p.dtype)
-
 
 def _inside_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 _transformed: Callable[[], bool] = torch.compiler.assume_constant_result(_inside_transform)  # known while tracing
-
-
-def _wide(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The type for sums over pixels and L×L algebra: float64 wherever the device has it."""
-    return torch.promote_types(dtype, torch.float32) if device.type == "mps" else torch.float64
-
-
-def _full_precision(device: torch.device) -> torch.autocast:
-    """Matrix products as they are written, also inside somebody's autocast."""
-    return torch.autocast(device.type, enabled=False)
 
 
 def _over_pixels(weights: Tensor) -> Tensor:
