@@ -38,6 +38,7 @@ class Known:
     scale: float = 0.0  # of its constants: rounding of the formula may be relative to this
     error: Callable[[Tensor], Tensor] = _exact
     smooth: bool = True  # whether it has no jump
+    single: bool = False  # torch's own gradient of it has constants of single precision
     slopes: Tensor | None = field(default=None, repr=False)  # of a PReLU, one per channel
 
 
@@ -58,9 +59,16 @@ def _simple(name: str, **known: Any) -> Callable[[Choices, int], Known]:
         given = choices.pick([name, module(), getattr(F, name, name)])
         if name == "relu" and choices.chance(0.3):
             given = choices.pick([nn.ReLU(inplace=True), torch.relu, torch.relu_])
-        return Known(name, given, module(), **known)
+        return Known(name, given, _PLAIN.get(name, module()), single=name in _PLAIN, **known)
 
     return make
+
+
+# With gradients in double precision, which torch's own do not have.
+_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "hardsigmoid": lambda x: (x + 3).clamp(0, 6) / 6,
+    "hardswish": lambda x: x * ((x + 3).clamp(0, 6) / 6),
+}
 
 
 def _leaky(choices: Choices, channels: int) -> Known:
@@ -92,10 +100,10 @@ def _elu(choices: Choices, channels: int) -> Known:
 def _celu(choices: Choices, channels: int) -> Known:
     alpha = choices.pick([1.0, choices.power(-1, 1)])
 
-    def plain(x: Tensor) -> Tensor:  # torch's gradient of it has only single precision
+    def plain(x: Tensor) -> Tensor:
         return torch.where(x > 0, x, alpha * torch.expm1(x.clamp_max(0) / alpha))
 
-    return Known(f"celu({alpha:g})", nn.CELU(alpha), plain, width=alpha, scale=alpha)
+    return Known(f"celu({alpha:g})", nn.CELU(alpha), plain, width=alpha, scale=alpha, single=True)
 
 
 def _softplus(choices: Choices, channels: int) -> Known:

@@ -141,7 +141,9 @@ def case(seed: int, device: str = "cpu") -> Outcome:
     except (ValueError, TypeError) as error:
         message = str(error)
         if len(message) > 700 or message.count("\n") > 2:
-            raise FuzzFailure(f"a refusal of {len(message)} characters, {message.count(chr(10))} lines, of {text}") from error
+            raise FuzzFailure(
+                f"a refusal of {len(message)} characters, {message.count(chr(10))} lines, of {text}"
+            ) from error
         return refused(one_line(re.sub(r"'[^']*'|\([^)]*\)", "…", message), 90))
     except Exception as error:
         raise FuzzFailure(f"{text}: {type(error).__name__}: {error}") from error
@@ -306,5 +308,3 @@ def _flat(activation: nn.Module, channel: Tensor, components: int) -> Callable[[
         return result
 
     return plain
-
-

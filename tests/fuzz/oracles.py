@@ -33,9 +33,7 @@ class Convolution:
         weight = self.weight if weight is None else weight
         if self.mode == "zeros":
             return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
-        return F.conv2d(
-            F.pad(x, self._margins(), self.mode), weight, bias, self.stride, 0, self.dilation, self.groups
-        )
+        return F.conv2d(F.pad(x, self._margins(), self.mode), weight, bias, self.stride, 0, self.dilation, self.groups)
 
     def _margins(self) -> list[int]:
         """(left, right, top, bottom), as `F.pad` takes them."""
@@ -163,7 +161,9 @@ def condition(p: MFA, x: Tensor, where: Tensor, eps: float) -> Gaussian:
     return Gaussian(*(part.view(batch, components, *part.shape[1:]) for part in stacked))
 
 
-def _condition_one(mean: Tensor, factors: Tensor, noise: Tensor, x: Tensor, seen: Tensor, eps: float) -> tuple[Tensor, ...]:
+def _condition_one(
+    mean: Tensor, factors: Tensor, noise: Tensor, x: Tensor, seen: Tensor, eps: float
+) -> tuple[Tensor, ...]:
     """One Gaussian: log density and error, posterior means and errors, posterior variances and errors."""
     covariance = torch.diag(noise) + factors.T @ factors
     count = int(seen.sum())
@@ -186,7 +186,13 @@ def _condition_one(mean: Tensor, factors: Tensor, noise: Tensor, x: Tensor, seen
 
 
 def _rounding(
-    mean: Tensor, factors: Tensor, noise: Tensor, x: Tensor, seen: Tensor, covariance: Tensor, root: Tensor,
+    mean: Tensor,
+    factors: Tensor,
+    noise: Tensor,
+    x: Tensor,
+    seen: Tensor,
+    covariance: Tensor,
+    root: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """First-order bounds of what rounding V = A/√d and w = (x − μ)/√d by one part does to the results.

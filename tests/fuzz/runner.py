@@ -1,7 +1,7 @@
 """Run random cases of the kinds asked for, over processes, for a number of cases or minutes; report what failed.
 
-    python -m tests.fuzz [kind ...] [--cases N] [--minutes M] [--processes P] [--seed S] [--device D] [--json FILE]
-    python -m tests.fuzz maths 123456        one case again, with its traceback
+python -m tests.fuzz [kind ...] [--cases N] [--minutes M] [--processes P] [--seed S] [--device D] [--json FILE]
+python -m tests.fuzz maths 123456        one case again, with its traceback
 """
 
 from __future__ import annotations

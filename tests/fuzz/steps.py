@@ -343,7 +343,9 @@ def arithmetic(choices: Choices, channels: int, probability: float) -> nn.Module
 
 def normalization(choices: Choices, channels: int) -> nn.Module:
     """A normalization with statistics and parameters that are not those of the beginning."""
-    kind = choices.weighted({"batch": 5, "none": 5, "sync": 1, "frozen": 1, "group": 0.5, "instance": 0.3, "cumulative": 0.5, "eval": 0.5})
+    kind = choices.weighted(
+        {"batch": 5, "none": 5, "sync": 1, "frozen": 1, "group": 0.5, "instance": 0.3, "cumulative": 0.5, "eval": 0.5}
+    )
     if kind == "none":
         return nn.Identity()
     if kind == "group":
