@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import signal
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,6 +57,28 @@ def failure(error: BaseException) -> Outcome:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(SOURCE)]
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return Outcome("failed", one_line(f"{type(error).__name__}: {error}{where}"))
+
+
+class LateError(BaseException):
+    """Nobody but the timer catches this."""
+
+
+@contextmanager
+def timer(seconds: int, what: str) -> Iterator[None]:
+    """What does not come back in time is a failure."""
+
+    def late(*_: object) -> None:
+        raise LateError
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    except LateError as error:
+        raise FuzzFailure(f"{what}: more than {seconds} s") from error
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class Choices(random.Random):
