@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from misconv import MFA
+from misconv._padding import border_noise
 from misconv.functional import batch_norm_moments, conv2d_moments, expected_conv2d, partial_conv2d
 from tests.reference import dense_moments, integrate, random_mfa, tolerance
 from tests.strategies import Case, cases
@@ -37,6 +38,25 @@ def test_repeated_pixels_of_other_padding_modes_are_exact(case: Case) -> None:
     dense_mean, dense_variance = dense_moments(case.p, case.conv)
     close(mean, dense_mean)
     close(variance, dense_variance)
+
+
+def test_only_border_windows_are_computed_again() -> None:
+    """6 of 224 rows and columns of a 7×7 convolution: nothing of the size of all windows times all pairs of taps."""
+    noise, weight = torch.rand(1, 1, 2, 224, 224), torch.randn(3, 2, 7, 7)
+    border = border_noise(noise, weight, 1, 3, 1, 1, "reflect")
+    assert border is not None
+    assert border.variance.shape == (1, 1, 3, 224**2 - 218**2)
+    assert border_noise(noise, weight, 1, 3, 1, 1, "circular") is None  # it repeats nothing in so large an image
+    assert border_noise(noise, weight, 1, 0, 1, 1, "reflect") is None
+
+
+def test_weights_of_a_repeated_pixel_that_cancel_leave_their_sum() -> None:
+    """(w_s + w_t)² by itself, not w_s² + w_t² + 2 w_s w_t."""
+    noise = torch.ones(1, 1, 1, 1, 4, dtype=torch.float32)
+    p = MFA(noise[..., 0, 0, 0], noise, noise[:, :, None][:, :, :0], noise)
+    weight = torch.tensor([4096.0, -4095.0, 0.0], dtype=torch.float32).view(1, 1, 1, 3)
+    variance = conv2d_moments(p, weight, padding=(0, 1), padding_mode="replicate")[1]
+    assert variance[..., 0].item() == 1
 
 
 @given(cases())

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torchvision
+from timm.layers import BatchNormAct2d, Conv2dSame, StdConv2d
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
 
 from misconv import MFA, MisConv2d, PartialConv2d
 from misconv.functional import batch_norm_moments, conv2d_moments, expected_conv2d, partial_conv2d
@@ -214,8 +219,8 @@ def test_partial_layer_is_the_function() -> None:
         ({"activation": nn.Dropout(0.5)}, ValueError, "activation must be pointwise and deterministic"),
         ({"activation": nn.PReLU(3)}, ValueError, "activation must have 1 or 4 slopes, got PReLU"),
         ({"activation": 1.0}, TypeError, "activation must be a name, an nn.Module or a function, got 1.0"),
-        ({"norm": nn.GroupNorm(2, 4)}, TypeError, "norm must be nn.BatchNorm2d .*, got GroupNorm"),
-        ({"norm": nn.InstanceNorm2d(4)}, TypeError, "norm must be nn.BatchNorm2d .*, got InstanceNorm2d"),
+        ({"norm": nn.GroupNorm(2, 4)}, TypeError, "norm must be nn.BatchNorm2d, .*, got GroupNorm"),
+        ({"norm": nn.InstanceNorm2d(4)}, TypeError, "norm must be nn.BatchNorm2d, .*, got InstanceNorm2d"),
         ({"norm": nn.BatchNorm2d(5)}, ValueError, "norm must normalize the 4 output channels of the convolution, got BatchNorm2d"),
     ],
 )  # fmt: skip
@@ -293,3 +298,240 @@ def test_an_mfa_goes_into_and_comes_out_of_distributed_data_parallel() -> None:
                 close(value.grad, other.grad)
     finally:
         dist.destroy_process_group()
+
+
+# Statistics over processes -----------------------------------------------------------------------------------------
+
+# One process of a group: its share of the images goes through the layer; outputs, gradients and statistics are saved.
+PROCESS = """
+import sys, torch
+import torch.distributed as dist
+from torch import nn
+from misconv import MFA, MisConv2d
+torch.set_default_dtype(torch.float64)
+torch.set_num_threads(1)
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
+images, state, momentum = torch.load(folder + "/case.pt")
+norm = nn.SyncBatchNorm(4, momentum=momentum)
+layer = MisConv2d(2, 4, 3, norm=norm)
+layer.load_state_dict(state)
+share = slice(0, 2) if rank == 0 else slice(2, 5)
+parts = [t[share].clone().requires_grad_() for t in images[:4]]
+results = []
+for _ in range(2):
+    result = layer(MFA(*parts, images[4][share]))
+    results.append(result.detach())
+weights = images[5][share]
+(result * weights).sum().backward()
+layer.eval()
+results.append(layer(MFA(*parts, images[4][share])).detach())  # no process waits for another
+gradients = [t.grad for t in (*parts, *layer.parameters())]
+torch.save((results, gradients, layer.norm.state_dict()), f"{folder}/{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("momentum", "components"), [(0.3, 1), (None, 2)])
+def test_two_processes_normalize_as_one(tmp_path: Path, momentum: float | None, components: int) -> None:
+    """Two and three images, against five in one process with an ordinary BatchNorm2d: values, gradients, statistics."""
+    p = random_mfa(5, components, 2, (2, 6, 6), torch.rand(5, 1, 6, 6) < 0.5)
+    norm = trained_norm(4)
+    norm.momentum = momentum
+    layer = MisConv2d(2, 4, 3, norm=norm)
+    direction = torch.randn(5, 4, 4, 4)
+    tensors = (p.logits, p.means, p.factors, p.noise, p.observed, direction)
+    torch.save((tensors, layer.state_dict(), momentum), tmp_path / "case.pt")
+    (tmp_path / "process.py").write_text(PROCESS)
+    running = [
+        subprocess.Popen([sys.executable, tmp_path / "process.py", str(rank), tmp_path], stderr=subprocess.PIPE)
+        for rank in (0, 1)
+    ]
+    for process in running:
+        assert process.wait(120) == 0, process.stderr.read().decode()  # type: ignore[union-attr]
+        process.stderr.close()  # type: ignore[union-attr]
+
+    leaves = [t.requires_grad_() for t in (p.logits, p.means, p.factors, p.noise)]
+    results = [layer(p) for _ in range(2)]
+    (results[-1] * direction).sum().backward()
+    layer.eval()
+    results.append(layer(p))
+    halves = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    for whole, *parts in zip(results, *(half[0] for half in halves), strict=True):
+        close(torch.cat(parts), whole.detach())
+    for value, *parts in zip(leaves, *(half[1][:4] for half in halves), strict=True):
+        close(torch.cat(parts), value.grad)
+    for value, *parts in zip(layer.parameters(), *(half[1][4:] for half in halves), strict=True):
+        close(sum(parts), value.grad)
+    for half in halves:
+        for name, value in norm.state_dict().items():
+            close(half[2][name], value)
+
+
+def test_without_a_group_statistics_over_processes_are_those_of_one() -> None:
+    import torch.distributed as dist
+
+    observed = torch.rand(4, 1, 6, 6) < 0.5
+    p, layer = random_mfa(4, 2, 2, (2, 6, 6), observed), MisConv2d(2, 4, 3, norm=trained_norm(4))
+    twin = MisConv2d(2, 4, 3, norm=nn.SyncBatchNorm(4))
+    twin.load_state_dict(layer.state_dict())
+    single = copy.deepcopy(twin)
+    expected = layer(p)
+    assert torch.equal(twin(p), expected)
+    assert torch.equal(twin.norm.running_var, layer.norm.running_var)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert torch.equal(single(p), expected)
+    finally:
+        dist.destroy_process_group()
+    x = torch.randn(2, 2, 6, 6)  # torch's own refuses the CPU in training, not in evaluation
+    plain = torch.relu(twin.eval().norm(nn.functional.conv2d(x, twin.weight, twin.bias)))
+    assert torch.equal(twin(MFA.point(x)), plain)
+
+
+def test_statistics_that_are_not_tracked_stay() -> None:
+    norm = trained_norm(4)
+    norm.track_running_stats = False
+    before = copy.deepcopy(norm.state_dict())
+    p, layer = random_mfa(2, 1, 1, (2, 5, 5)), MisConv2d(2, 4, 3, norm=norm)
+    layer(p)
+    for name, value in norm.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+# Convolutions and normalizations of other classes ------------------------------------------------------------------
+
+
+class Scaled(nn.Conv2d):
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(input, weight * 2, bias)
+
+
+class Renamed(nn.Conv2d):
+    """A subclass that computes what its parent does."""
+
+
+def with_hook(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda module, args, output: 2 * output)
+    return module
+
+
+def with_own_forward(module: nn.Module) -> nn.Module:
+    module.forward = lambda x: x
+    return module
+
+
+@pytest.mark.parametrize(
+    ("conv", "error", "message"),
+    [
+        (lambda: StdConv2d(3, 4, 3), TypeError, "conv must compute what nn.Conv2d does, and this StdConv2d has a forward of its own; misconv.convert follows"),
+        (lambda: Conv2dSame(3, 4, 3), TypeError, "this Conv2dSame has a forward of its own"),
+        (lambda: Scaled(3, 4, 3), TypeError, "this Scaled has a _conv_forward of its own"),
+        (lambda: with_own_forward(nn.Conv2d(3, 4, 3)), TypeError, "this Conv2d has a forward of its own"),
+        (lambda: with_hook(nn.Conv2d(3, 4, 3)), ValueError, "conv must have no hooks, for the layer never calls it, got the hooks with_hook.<locals>.<lambda>"),
+        (lambda: nn.LazyConv2d(4, 3), ValueError, "conv must have its parameters, call it once before, got LazyConv2d"),
+        (lambda: nn.ConvTranspose2d(3, 4, 3), TypeError, "conv must be a torch.nn.Conv2d, got ConvTranspose2d"),
+    ],
+)  # fmt: skip
+def test_convolutions_that_compute_something_else(conv: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        MisConv2d.from_conv(conv())  # type: ignore[operator]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.spectral_norm` is deprecated:FutureWarning")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "change",
+    [
+        parametrizations.weight_norm,
+        parametrizations.spectral_norm,
+        parametrizations.orthogonal,
+        lambda conv: parametrizations.weight_norm(parametrizations.weight_norm(conv), "bias", dim=None),
+        lambda conv: prune.random_unstructured(conv, "weight", 0.5),
+        lambda conv: prune.random_unstructured(prune.l1_unstructured(conv, "weight", 3), "weight", 0.5),
+        lambda conv: prune.random_unstructured(conv, "bias", 2),
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,
+    ],
+)
+def test_computed_weights_are_computed_and_learned(change: object, training: bool) -> None:
+    conv = change(Renamed(3, 4, 3, padding=1)).train(training)  # type: ignore[operator]
+    buffers = copy.deepcopy(dict(conv.named_buffers()))
+    layer = MisConv2d.from_conv(conv, activation=nn.GELU())
+    assert {id(t) for t in layer.parameters()} == {id(t) for t in conv.parameters()}
+    assert list(layer.state_dict()) == list(conv.state_dict())
+    x = torch.randn(2, 3, 7, 7)
+    optimizer = torch.optim.SGD(conv.parameters(), lr=0.1)
+    for _ in range(2):
+        results = []
+        for run in (lambda: layer(MFA.point(x)), lambda: nn.functional.gelu(conv(x))):
+            conv.load_state_dict(conv.state_dict() | buffers)  # spectral norm takes a step at every call
+            result = run()
+            results.append((result, *torch.autograd.grad(result.square().sum(), list(conv.parameters()))))
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+        for value, gradient in zip(conv.parameters(), results[0][1:], strict=True):
+            value.grad = gradient
+        optimizer.step()
+
+
+class OwnNorm(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + 1
+
+
+class FrozenBatchNorm2d(torchvision.ops.FrozenBatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+class RenamedNorm(nn.BatchNorm2d):
+    """A subclass that computes what its parent does."""
+
+
+@pytest.mark.parametrize(
+    ("norm", "error", "message"),
+    [
+        (lambda: OwnNorm(4), TypeError, "norm must compute what nn.BatchNorm2d does, and this OwnNorm has a forward of its own"),
+        (lambda: BatchNormAct2d(4), TypeError, "norm must compute what nn.BatchNorm2d does, and this BatchNormAct2d has a forward"),
+        (lambda: with_own_forward(nn.BatchNorm2d(4)), TypeError, "this BatchNorm2d has a forward of its own"),
+        (lambda: with_hook(nn.BatchNorm2d(4)), ValueError, "norm must have no hooks, for the layer never calls it"),
+        (lambda: nn.LazyBatchNorm2d(), ValueError, "norm must have its parameters, call it once before, got LazyBatchNorm2d"),
+        (lambda: FrozenBatchNorm2d(4), TypeError, "norm must be .x - running_mean. .*, but it computes something else"),
+        (lambda: nn.BatchNorm3d(4), TypeError, "norm must be nn.BatchNorm2d, nn.SyncBatchNorm, a FrozenBatchNorm2d or None"),
+        (lambda: 3, TypeError, "norm must be nn.BatchNorm2d, .*, got 3"),
+    ],
+)  # fmt: skip
+def test_normalizations_that_compute_something_else(norm: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        MisConv2d(3, 4, 3, norm=norm())  # type: ignore[operator]
+
+
+def test_subclasses_that_compute_the_same() -> None:
+    conv, norm, x = Renamed(3, 4, 3), RenamedNorm(4).eval(), torch.randn(2, 3, 6, 6)
+    assert torch.equal(MisConv2d.from_conv(conv, norm=norm)(MFA.point(x)), torch.relu(norm(conv(x))))
+
+
+class TwoSlopes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x) * (0.1 if self.training else 0.3)
+
+
+def test_activations_follow_the_mode_of_the_layer() -> None:
+    p, layer = random_mfa(2, 1, 1, (2, 5, 5)), MisConv2d(2, 4, 3, activation=TwoSlopes())
+    training = layer(p)
+    close(3 * training, layer.eval()(p))
+    assert not torch.equal(training, layer(p))
+
+
+def test_random_activations_are_refused_in_the_mode_in_which_they_are_random() -> None:
+    with pytest.raises(ValueError, match="activation must be pointwise and deterministic"):
+        MisConv2d(2, 4, 3, activation=nn.Dropout(0.5).eval())  # it would be random as soon as the layer trains
+    with pytest.raises(ValueError, match="activation must have no hooks"):
+        MisConv2d(2, 4, 3, activation=with_hook(nn.ReLU()))
+    p, layer = random_mfa(2, 1, 1, (2, 5, 5)), MisConv2d(2, 4, 3, activation=nn.RReLU(0.1, 0.3))
+    with pytest.raises(ValueError, match="activation must be deterministic, and RReLU is random in training"):
+        layer(p)
+    slope = MisConv2d.from_conv(as_conv(layer), activation=nn.LeakyReLU(0.2))
+    close(layer.eval()(p), slope(p))

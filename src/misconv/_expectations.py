@@ -202,12 +202,25 @@ def _prelu(x: Tensor, slope: Tensor) -> Tensor:
     return torch.where(x > 0, x, slope * x)
 
 
+def _rrelu(a: Any) -> Closed:
+    if a.training:
+        raise ValueError("activation must be deterministic, and RReLU is random in training; use nn.LeakyReLU instead")
+    return partial(_leaky_relu, slope=(a.lower + a.upper) / 2)
+
+
+def _is_changed(function: nn.Module) -> bool:
+    """Whether a module has hooks or a `forward` of its own: then it may compute something else than its class."""
+    hooked = function._forward_hooks or function._forward_pre_hooks or "forward" in function.__dict__
+    return bool(hooked)
+
+
 # Exact types, because a subclass may compute something else.
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805  # as in torch
 _CLOSED: dict[type[nn.Module], Callable[[Any], Closed]] = {
     nn.Identity: lambda a: lambda m, s: m,
     nn.ReLU: lambda a: _relu,
     nn.LeakyReLU: lambda a: partial(_leaky_relu, slope=a.negative_slope),
+    nn.RReLU: _rrelu,
     nn.PReLU: lambda a: partial(_leaky_relu, slope=_per_channel(a.weight)),
     nn.ReLU6: lambda a: partial(_hardtanh, low=0.0, high=6.0),
     nn.Hardtanh: lambda a: partial(_hardtanh, low=a.min_val, high=a.max_val),
@@ -274,7 +287,7 @@ def expectation(activation: Activation, mean: Tensor, variance: Tensor) -> Tenso
     compute = torch.promote_types(mean.dtype, torch.float32)
     random = variance > 0
     spread = torch.where(random, variance, 1).to(compute).sqrt()
-    known = _CLOSED.get(type(function)) if isinstance(function, nn.Module) else None
+    known = _CLOSED.get(type(function)) if isinstance(function, nn.Module) and not _is_changed(function) else None
     closed = partial(_quadrature, plain) if known is None else known(function)
     expected = closed(mean.to(compute), spread)
     return torch.where(random, expected.to(mean.dtype), plain(mean))
@@ -282,7 +295,7 @@ def expectation(activation: Activation, mean: Tensor, variance: Tensor) -> Tenso
 
 def _apply(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """f(x) for a function that may work in place, expects (B, O, H, W), or is not pointwise after all."""
-    if isinstance(function, nn.PReLU):
+    if type(function) is nn.PReLU:
         return _prelu(x, _per_channel(function.weight))  # torch would take the components for channels
     if type(function) not in _CLOSED or getattr(function, "inplace", False):
         x = x.clone()

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from misconv._expectations import Activation, _apply, _cdf, _cut, _pdf, activation_module, expectation
-from misconv._padding import Padding, Pair, margins, output_size, pair, repeated_noise
+from misconv._padding import Border, Padding, Pair, border_noise, margins, output_size, pair
 from misconv.mfa import MFA
 
 if TYPE_CHECKING:
-    from misconv.functional import Affine
+    from misconv._batch_norm import Affine
 
 __all__ = ["respond"]
 
@@ -79,10 +79,9 @@ def respond(
     if tiles is None or len(tiles.number) == 0:
         return _apply(function, response)
 
-    extra: Tensor | None = None
+    border: Border | None = None
     if padding_mode != "zeros":
-        noise = p.pinned()[2]
-        extra = repeated_noise(noise, weight, stride, padding, dilation, groups, padding_mode)  # (B, K, O, H', W')
+        border = border_noise(p.pinned()[2], weight, stride, padding, dilation, groups, padding_mode)
     slope = None if norm is None else norm.coefficients()[0].to(response.dtype)
     table, bank = _table(p, listed), _bank(p, weight)
 
@@ -90,7 +89,7 @@ def respond(
         return _convolved(table, chunk.number, bank, stride, dilation, groups, weight.shape[0])
 
     at_once = _CHUNK // (math.prod(tiles.size) * bank.shape[0] * bank.element_size())
-    if type(function) is nn.ReLU and tiles.inside and extra is None and not (learning or response.requires_grad):
+    if type(function) is nn.ReLU and tiles.inside and border is None and not (learning or response.requires_grad):
         # In place where nobody else can hold it: fresh memory costs more than the numbers in it.
         plain = response if norm is None else response.relu()
         _fill_tiles(p, tiles, moved, response, plain, slope, at_once)
@@ -101,12 +100,22 @@ def respond(
     for chunk in tiles.split((_MORE if learning else 1) * at_once):
         which, place = chunk.windows()
         mean = response.permute(0, 2, 3, 1)[place].unsqueeze(1)  # (N, 1, O), the mean of the first component
-        more = None if extra is None else extra.permute(0, 3, 4, 1, 2)[place]  # (N, K, O)
-        mean, variance = _moments(p, mean, moved(chunk), which, slope, more)
+        repeated = None if border is None else _repeated(border, which, place, size)
+        mean, variance = _moments(p, mean, moved(chunk), which, slope, repeated)
         rows.append(_expected(p, function, mean, variance, place[0]))
         places.append(place)
     windows = tuple(torch.cat(t) for t in zip(*places, strict=True))
     return _apply(function, response).permute(0, 2, 3, 1).index_put(windows, torch.cat(rows)).permute(0, 3, 1, 2)
+
+
+def _repeated(border: Border, which: Tensor, place: tuple[Tensor, ...], size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Those of some windows in which padding repeats a pixel, (M,), and the variance of their noise, (M, K, O)."""
+    image, row, column = place
+    number = torch.full((size[0] * size[1],), -1, dtype=torch.long, device=which.device)
+    number[border.windows] = torch.arange(len(border.windows), device=which.device)
+    number = number[row * size[1] + column]
+    chosen = (number >= 0).nonzero().squeeze(1)
+    return which[chosen], border.variance[image[chosen], :, :, number[chosen]]
 
 
 def _fill_tiles(
@@ -292,7 +301,12 @@ def _convolved(
 
 
 def _moments(
-    p: MFA, first: Tensor, moved: Tensor, which: Tensor | None, slope: Tensor | None, extra: Tensor | None
+    p: MFA,
+    first: Tensor,
+    moved: Tensor,
+    which: Tensor | None,
+    slope: Tensor | None,
+    repeated: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """Mean and variance (N, K, O, …) in N windows or tiles, behind the normalization.
 
@@ -301,10 +315,12 @@ def _moments(
         moved: (windows or tiles, S, O, …), what came out of the sources.
         which: (N,), which of these count; None for all.
         slope: of the normalization, to be broadcast against (O, …).
-        extra: (N, K, O), the noise of repeated pixels.
+        repeated: windows (M,) in which padding repeats pixels, and the variance (M, K, O) of their noise.
     """
     components, rank = p.factors.shape[1:3]
     factors, variance, apart = moved.split([components * rank, components, components - 1], 1)
+    if repeated is not None:
+        variance = variance.index_copy(0, *repeated)
     if rank > 0:
         factors = factors.unflatten(1, (components, rank))  # (windows, K, L, O)
         if torch.is_grad_enabled() and moved.requires_grad:
@@ -314,8 +330,6 @@ def _moments(
                 variance.addcmul_(factor, factor)
     if which is not None:
         variance, apart = (t.index_select(0, which) for t in (variance, apart))  # (N, K or K - 1, O)
-    if extra is not None:
-        variance = variance + extra
     mean = first
     if components > 1:
         mean = torch.cat([first, first + (apart if slope is None else apart * slope)], 1)

@@ -20,7 +20,7 @@ from misconv._triton_launch import Plan, Settings, backward, box_is_small, forwa
 from misconv.mfa import MFA
 
 if TYPE_CHECKING:
-    from misconv.functional import Affine
+    from misconv._batch_norm import Affine
 
 __all__ = ["expected_conv2d", "respond"]
 

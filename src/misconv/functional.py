@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from misconv import _touched
+from misconv._batch_norm import Affine as Affine
+from misconv._batch_norm import batch_norm_moments, normalized
+from misconv._batch_norm import fixed_batch_norm as fixed_batch_norm
+from misconv._batch_norm import sync_group as sync_group
 from misconv._checks import check_images, check_observed, check_seen_finite, describe, readable
 from misconv._expectations import Activation, expectation
-from misconv._padding import Padding, Pair, margins, repeated_noise
+from misconv._padding import Padding, Pair, border_noise, margins
 from misconv._path import HAS_TRITON, by_itself, is_plain
 from misconv.mfa import MFA
 
@@ -114,13 +115,6 @@ def expected_conv2d(
     return respond(p, weight, bias, stride, padding, dilation, groups, padding_mode, None, activation)
 
 
-class Affine(NamedTuple):
-    """A normalization whose statistics stand still: one affine map for each channel."""
-
-    apply: Callable[[Tensor], Tensor]  # to responses (N, O, H', W'), with the rounding of the network itself
-    coefficients: Callable[[], tuple[Tensor, Tensor]]  # slope and offset, (O,) each
-
-
 def respond(
     p: MFA,
     weight: Tensor,
@@ -167,70 +161,6 @@ def mix_expectations(p: MFA, activation: Activation, mean: Tensor, variance: Ten
     # Where all components agree the weights must not even round.
     open_ = ((variance > 0) | (mean != first.unsqueeze(-4))).any(-4)
     return torch.where(open_, mixed, expectation(activation, first.contiguous(), torch.zeros_like(first)))
-
-
-def batch_norm_moments(
-    mean: Tensor,
-    variance: Tensor,
-    weights: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> tuple[Tensor, Tensor]:
-    """Batch normalization of random responses, as moments: the arguments of `torch.nn.functional.batch_norm`.
-
-    In evaluation an affine map of mean and variance. In training the statistics of the batch are those of everything
-    the images may be: the mean of the means, and by the law of total variance the mean of the variances plus the
-    variance of the means, all weighted over components. Running statistics are updated in place.
-
-    Args:
-        mean, variance: (B, K, O, H', W').
-        weights: (B, K), the probabilities of the components.
-
-    Example:
-        >>> mean, variance = torch.randn(4, 2, 8, 5, 5), torch.rand(4, 2, 8, 5, 5)
-        >>> m, v = batch_norm_moments(mean, variance, torch.full((4, 2), 0.5), None, None, training=True)
-        >>> total = (0.5 * (v + m.square())).sum(1).mean((0, 2, 3))  # E[y²] of each of the 8 channels
-        >>> torch.allclose(total, torch.ones(8), atol=1e-3)
-        True
-    """
-    if not training and running_mean is not None and running_var is not None:
-        return normalized(fixed_batch_norm(running_mean, running_var, weight, bias, eps), mean, variance)
-    wide = mean.to(variance.dtype)
-    share = weights.to(wide.dtype)[..., None, None, None]  # (B, K, 1, 1, 1)
-    count = mean.shape[0] * mean.shape[-2] * mean.shape[-1]
-    if count == 1:
-        raise ValueError(
-            "training needs more than one value per channel to normalize over, "
-            f"got one image with a response of 1×1, mean of shape {tuple(mean.shape)}"
-        )
-    over = (0, 1, 3, 4)  # all but the channels
-    # Everything relative to the first component, normalized by torch itself: where all components agree and nothing
-    # varies, the differences are exactly zero and the result has torch's bits.
-    first = wide.narrow(1, 0, 1)
-    start = first.mean(over)
-    deviation = first - start.view(-1, 1, 1)
-    shift = (share * (wide - first)).sum(over) / count
-    apart = wide - first - shift.view(-1, 1, 1)  # (B, K, O, H', W'), so that mean − center = deviation + apart
-    between = deviation.square().mean(over)
-    total = between + (share * (variance + apart * (apart + 2 * deviation))).sum(over) / count
-    total = total.clamp_min(0)
-    if running_mean is not None and running_var is not None:
-        with torch.no_grad():
-            running_mean.lerp_((start + shift).to(running_mean.dtype), momentum)
-            running_var.lerp_((total * (count / (count - 1))).to(running_var.dtype), momentum)
-    scale = (torch.rsqrt(total + eps) * (1 if weight is None else weight)).view(-1, 1, 1)
-    offset = start.new_zeros(()) if bias is None else bias.view(-1, 1, 1)
-    ratio = torch.sqrt((between + eps) / (total + eps)).view(-1, 1, 1)
-    alone = mean.select(1, 0)
-    alone = alone if mean.shape[1] == 1 else alone.contiguous()  # laid out as a plain response would be
-    plain = F.batch_norm(alone, None, None, weight, bias, True, 0.0, eps).unsqueeze(1)
-    normed = plain + (plain - offset) * (ratio - 1) + apart * scale
-    return normed.to(mean.dtype), variance * scale.square()
 
 
 def partial_conv2d(
@@ -302,25 +232,6 @@ def padded(p: MFA, around: tuple[int, ...]) -> MFA:
     return MFA(p.logits, means, factors, noise, F.pad(observed, around, value=True), check=False)
 
 
-def fixed_batch_norm(
-    running_mean: Tensor, running_var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Affine:
-    """`torch.nn.functional.batch_norm` in evaluation."""
-
-    def coefficients() -> tuple[Tensor, Tensor]:
-        slope = torch.rsqrt(running_var + eps) * (1 if weight is None else weight)
-        return slope, (0 if bias is None else bias) - running_mean * slope
-
-    return Affine(lambda x: F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps), coefficients)
-
-
-def normalized(norm: Affine, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """The moments (B, K, O, H', W') behind a fixed normalization."""
-    slope, _ = norm.coefficients()
-    mean = norm.apply(mean.flatten(0, -4)).view(mean.shape)  # of (B·K, O, H', W')
-    return mean, variance * slope.to(variance.dtype).square().view(-1, 1, 1)
-
-
 def raw_moments(
     p: MFA,
     weight: Tensor,
@@ -358,9 +269,11 @@ def raw_moments(
         squares = weight.to(compute).square()
         variance = convolve(noise.to(compute), squares)
         if padding_mode != "zeros":
-            variance = variance + repeated_noise(
+            border = border_noise(
                 noise.to(compute), weight.to(compute), stride, padding, dilation, groups, padding_mode
             )
+            if border is not None:
+                variance = variance.flatten(-2).index_copy(-1, border.windows, border.variance).view_as(variance)
     if factors.shape[-4] > 0:
         variance = variance + convolve(factors, weight).to(compute).square().sum(-4)
     # A fast convolution algorithm may leave -1e-20 where the truth is 0.

@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize, prune
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from misconv._checks import describe
 from misconv._expectations import Activation, activation_module
@@ -18,10 +22,15 @@ from misconv.functional import (
     partial_conv2d,
     raw_moments,
     respond,
+    sync_group,
 )
 from misconv.mfa import MFA
 
 __all__ = ["MisConv2d", "PartialConv2d"]
+
+_BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
+# They compute a weight from other tensors before every call, of whatever module it is.
+_WEIGHT_HOOKS = (prune.BasePruningMethod, SpectralNorm, WeightNorm)
 
 
 class MisConv2d(nn.Conv2d):
@@ -56,7 +65,7 @@ class MisConv2d(nn.Conv2d):
         super().__init__(*args, **kwargs)
         _check_norm(norm, self.out_channels)
         function = activation_module(activation)
-        _check_pointwise(function, self.out_channels)
+        _check_activation(function, self.out_channels)
         self.norm = norm
         self.activation = function
 
@@ -74,8 +83,9 @@ class MisConv2d(nn.Conv2d):
         """
         if not isinstance(conv, nn.Conv2d) or isinstance(conv, MisConv2d | PartialConv2d):
             raise TypeError(f"conv must be a torch.nn.Conv2d, got {describe(conv)}")
-        if conv.transposed:
-            raise TypeError(f"conv must not be transposed, got {describe(conv)}")
+        _check_materialized("conv", conv)
+        _check_own_computation("conv", conv, nn.Conv2d, ("forward", "_conv_forward"))
+        _check_hooks("conv", conv)
         layer = cls(
             conv.in_channels,
             conv.out_channels,
@@ -84,21 +94,29 @@ class MisConv2d(nn.Conv2d):
             conv.padding,
             conv.dilation,
             conv.groups,
-            bias=False,
+            bias=conv.bias is not None,
             padding_mode=conv.padding_mode,
             device="meta",  # its own weights are never made
             norm=norm,
             activation=activation,
         )
-        layer.weight, layer.bias, layer.training = conv.weight, conv.bias, conv.training
+        layer.training = conv.training
+        _share_weights(conv, layer)
         return layer
+
+    def __getattr__(self, name: str) -> Any:
+        """A weight that `from_conv` has found parametrized is computed from its parameters at every look."""
+        parametrizations = self.__dict__.get("_modules", {}).get("parametrizations")
+        if parametrizations is not None and name in parametrizations:
+            return parametrizations[name]()
+        return super().__getattr__(name)
 
     # The arguments and parameters of a convolution, applied to something richer than a tensor.
     def forward(self, p: MFA) -> Tensor:  # type: ignore[override]  # an MFA, where Conv2d takes a tensor
         """(B, O, H', W'), the expected activation."""
         convolution = (self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups, self.padding_mode)
         norm = self.norm
-        if isinstance(norm, nn.BatchNorm2d) and (norm.training or norm.running_mean is None):
+        if isinstance(norm, _BATCH_NORMS) and (norm.training or norm.running_mean is None):
             mean, variance = _normalize(norm, p, *raw_moments(p, *convolution))
             return mix_expectations(p, self.activation, mean, variance)
         return respond(p, *convolution, None if norm is None else _fixed(norm), self.activation)
@@ -148,9 +166,26 @@ class PartialConv2d(nn.Conv2d):
         )
 
 
+def _share_weights(conv: nn.Conv2d, layer: nn.Conv2d) -> None:
+    """Give a layer the weight and bias of a convolution, and whatever they are computed from."""
+    del layer.weight, layer.bias
+    if parametrize.is_parametrized(conv):
+        layer.parametrizations = conv.parametrizations
+    # Pruning and the older weight and spectral norms keep other tensors, and compute the weight before every call.
+    for name, value in conv._parameters.items():
+        layer.register_parameter(name, value)
+    for name, buffer in conv._buffers.items():
+        layer.register_buffer(name, buffer, persistent=name not in conv._non_persistent_buffers_set)
+    for name in ("weight", "bias"):
+        if name not in conv._parameters and not parametrize.is_parametrized(conv, name):
+            setattr(layer, name, getattr(conv, name))
+    for hook in conv._forward_pre_hooks.values():
+        layer.register_forward_pre_hook(hook)
+
+
 def _fixed(norm: Any) -> Affine:
     """A normalization that does not look at the batch."""
-    if isinstance(norm, nn.BatchNorm2d):
+    if isinstance(norm, _BATCH_NORMS):
         assert norm.running_mean is not None
         assert norm.running_var is not None
         return fixed_batch_norm(norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps)
@@ -162,10 +197,11 @@ def _fixed(norm: Any) -> Affine:
     return Affine(norm, coefficients)
 
 
-def _normalize(norm: nn.BatchNorm2d, p: MFA, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+def _normalize(norm: Any, p: MFA, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     """What the normalization's own `forward` does with the statistics of a batch, for moments."""
     momentum = norm.momentum or 0.0
-    if norm.training and norm.num_batches_tracked is not None:
+    tracks = norm.training and norm.track_running_stats
+    if tracks and norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
         if norm.momentum is None:
             momentum = 1.0 / float(norm.num_batches_tracked)
@@ -173,37 +209,102 @@ def _normalize(norm: nn.BatchNorm2d, p: MFA, mean: Tensor, variance: Tensor) -> 
         mean,
         variance,
         p.weights,
-        norm.running_mean,
-        norm.running_var,
+        norm.running_mean if tracks else None,
+        norm.running_var if tracks else None,
         norm.weight,
         norm.bias,
         training=norm.training,
         momentum=momentum,
         eps=norm.eps,
+        process_group=sync_group(norm),
     )
 
 
-def _check_norm(norm: nn.Module | None, channels: int) -> None:
+def _check_norm(norm: Any, channels: int) -> None:
     """A normalization whose effect on a random response is known exactly: an affine map per channel."""
     if norm is None:
         return
+    _check_materialized("norm", norm)
     # Frozen batch normalizations (torchvision and others) hold the same four vectors as buffers.
-    frozen = all(isinstance(getattr(norm, n, None), Tensor) for n in ("weight", "bias", "running_mean", "running_var"))
-    if type(norm) is not nn.BatchNorm2d and not (frozen and type(norm).__name__ == "FrozenBatchNorm2d"):
+    frozen = type(norm).__name__ == "FrozenBatchNorm2d" and all(
+        isinstance(getattr(norm, n, None), Tensor) for n in ("weight", "bias", "running_mean", "running_var")
+    )
+    if not isinstance(norm, _BATCH_NORMS) and not frozen:
         raise TypeError(
-            "norm must be nn.BatchNorm2d (or a FrozenBatchNorm2d) or None: the statistics of other normalizations are "
-            f"random with the pixels of each image and have no closed form, got {describe(norm)}"
+            "norm must be nn.BatchNorm2d, nn.SyncBatchNorm, a FrozenBatchNorm2d or None: the statistics of other "
+            f"normalizations are random with the pixels of each image and have no closed form, got {describe(norm)}"
         )
-    features = norm.num_features if isinstance(norm, nn.BatchNorm2d) else norm.get_buffer("weight").numel()
+    if not frozen:
+        _check_own_computation("norm", norm, next(c for c in _BATCH_NORMS if isinstance(norm, c)), ("forward",))
+    _check_hooks("norm", norm)
+    features = norm.weight.numel() if frozen else norm.num_features
     if features != channels:
         raise ValueError(f"norm must normalize the {channels} output channels of the convolution, got {describe(norm)}")
+    if frozen:
+        _check_affine(norm, channels)
+
+
+def _check_affine(norm: Any, channels: int) -> None:
+    """Try a frozen normalization on two numbers per channel."""
+    with torch.no_grad():
+        x = torch.linspace(-1, 1, 2 * channels).view(2, channels, 1, 1).to(norm.weight)
+        slope, offset = (t.view(-1, 1, 1) for t in _fixed(norm).coefficients())
+        agrees = torch.allclose(norm(x), slope * x + offset, rtol=1e-3, atol=1e-5)
+    if not agrees:
+        raise TypeError(
+            "norm must be (x - running_mean) / sqrt(running_var + eps) * weight + bias, but it computes something "
+            f"else: {describe(norm)}"
+        )
+
+
+def _check_materialized(name: str, module: Any) -> None:
+    lazy = isinstance(module, LazyModuleMixin)
+    if lazy and any(torch.nn.parameter.is_lazy(t) for t in (*module.parameters(), *module.buffers())):
+        raise ValueError(f"{name} must have its parameters, call it once before, got {describe(module)}")
+
+
+def _check_own_computation(name: str, module: nn.Module, base: type[nn.Module], methods: tuple[str, ...]) -> None:
+    """A module that computes what `base` does, not a subclass with other methods."""
+    for method in methods:
+        own = method in module.__dict__ or getattr(type(module), method) is not getattr(base, method)
+        if own:
+            raise TypeError(
+                f"{name} must compute what nn.{base.__name__} does, and this {type(module).__name__} has a {method} of "
+                "its own; misconv.convert follows the forward of a whole network, whatever it does to its weights"
+            )
+
+
+def _check_hooks(name: str, module: nn.Module) -> None:
+    """No hooks: they would wait for a call that never comes."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    found = [hook for kind in kinds for hook in getattr(module, kind).values() if not isinstance(hook, _WEIGHT_HOOKS)]
+    if found:
+        names = ", ".join(sorted({getattr(hook, "__qualname__", type(hook).__name__) for hook in found}))
+        raise ValueError(f"{name} must have no hooks, for the layer never calls it, got the hooks {names}")
+
+
+def _check_activation(function: Callable[[Tensor], Tensor], channels: int) -> None:
+    """A pointwise and deterministic function, in training and in evaluation."""
+    if not isinstance(function, nn.Module):
+        return _check_pointwise(function, channels)
+    _check_hooks("activation", function)
+    if isinstance(function, nn.PReLU) and function.weight.numel() not in (1, channels):
+        raise ValueError(f"activation must have 1 or {channels} slopes, got {describe(function)}")
+    if type(function) is nn.RReLU:
+        return None  # in evaluation it is a LeakyReLU; in training the expectation says that it cannot be
+    modes = {module: module.training for module in function.modules()}
+    try:
+        for training in (True, False):
+            _check_pointwise(function.train(training), channels)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return None
 
 
 def _check_pointwise(function: Callable[[Tensor], Tensor], channels: int) -> None:
     """Try the activation on two small images that differ in half of their places: the others must not notice."""
     state = [*function.parameters(), *function.buffers()] if isinstance(function, nn.Module) else []
-    if isinstance(function, nn.PReLU) and function.weight.numel() not in (1, channels):
-        raise ValueError(f"activation must have 1 or {channels} slopes, got {describe(function)}")
     with torch.no_grad():
         first = torch.linspace(-2, 2, 4 * channels).view(1, channels, 2, 2)
         first = first.to(state[0]) if state else first
