@@ -43,7 +43,7 @@ def main(accelerator: str = "cpu", precision: str = "32-true", images: int = 512
     misconv.fit_density(density, x, observed, epochs=epochs, fabric=fabric, progress=False)
 
     cnn = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 64, 10))
-    converted = misconv.convert(cnn, density.cpu())
+    converted = misconv.convert(cnn, density)
     network, optimizer = fabric.setup(converted, torch.optim.Adam(converted.parameters(), lr=1e-3))
     loss = torch.zeros(())
     for epoch in range(epochs):

@@ -48,7 +48,7 @@ def main(images: int = 512, epochs: int = 2) -> float:
     x = complete.masked_fill(~misconv.missing.square(images, 8, 8), torch.nan)
     density = misconv.ConvDMFA(channels=1, rank=2, widths=(16,), depths=(1,))
     misconv.fit_density(density, *misconv.observe(x), epochs=epochs, progress=False)
-    module = Digits(density.cpu())
+    module = Digits(density.eval())
     trainer = Trainer(
         max_epochs=epochs, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,

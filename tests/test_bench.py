@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -228,16 +229,29 @@ def test_a_run_that_is_stopped_keeps_its_finished_sections(tmp_path: Path, monke
         raise KeyboardInterrupt
 
     out = tmp_path / "layer.json"
-    out.write_text("an earlier run")
+    out.write_text('{"benchmark": "an earlier run"}')
     monkeypatch.setitem(bench.SECTIONS, "growth", stop)
     result = call(*CPU, "--only=nll", "--only=growth", "--out", str(out))
     assert result.exit_code == 130
-    assert out.read_text() == "an earlier run"
+    assert json.loads(out.read_text()) == {"benchmark": "an earlier run"}
     kept = json.loads((tmp_path / "layer.partial.json").read_text(encoding="utf-8"))
     assert list(kept["sections"]) == ["nll"]
     result = call(*CPU, "--only=nll", "--out", str(out))
     assert result.exit_code == 0, result.output
     assert [path.name for path in tmp_path.iterdir()] == ["layer.json"]
+
+
+@pytest.mark.parametrize("name", ["layer.json", "layer.partial.json"])
+@pytest.mark.parametrize("content", ["my notes", '{"mine": 1}', "[1, 2]", "\xff"])
+def test_a_file_that_is_not_of_a_benchmark_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str
+) -> None:
+    (tmp_path / name).write_text(content, encoding="latin-1")
+    monkeypatch.setattr(bench, "run", lambda *args, **options: pytest.fail("it was started"))
+    result = call(*CPU, "--out", str(tmp_path / "layer.json"))
+    assert result.exit_code == 2
+    assert re.fullmatch(r"misconv: --out must be new or written by this command, got .*; choose another one\n", result.stderr)
+    assert (tmp_path / name).read_text(encoding="latin-1") == content
 
 
 def test_a_rehearsal_finds_everything_that_will_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,7 +196,7 @@ def test_what_is_there_is_only_printed(file: Path, first: tuple[Path, Result]) -
 def test_a_table_that_is_stopped_again_and_again_comes_out_the_same(
     file: Path, first: tuple[Path, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge, calls = _engine._Running.judge, 0
+    judge, calls = _engine.Running.judge, 0
 
     def stop(self: Any, epoch: int) -> None:
         nonlocal calls
@@ -205,7 +205,7 @@ def test_a_table_that_is_stopped_again_and_again_comes_out_the_same(
             raise KeyboardInterrupt
         judge(self, epoch)
 
-    monkeypatch.setattr(_engine._Running, "judge", stop)
+    monkeypatch.setattr(_engine.Running, "judge", stop)
     results = [digits("1", file, tmp_path)]
     while results[-1].exit_code == 130:
         assert results[-1].stderr == "misconv: stopped; call it again to go on where it was\n"

@@ -8,7 +8,6 @@ import errno
 import io
 import json
 import math
-import os
 import re
 import time
 from html.parser import HTMLParser
@@ -20,7 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from misconv import _pictures, data, demo, missing, report, store
+from misconv import _pictures, _places, data, demo, missing, report, store
 from misconv.demo import Demo, Density, Method
 
 TINY = {"images": 200, "train": 120, "validation": 30, "dmfa_epochs": 2, "classifier_epochs": 1, "seeds": 2}
@@ -187,12 +186,37 @@ def test_a_folder_with_files_is_refused_and_untouched(result: Demo, tmp_path: Pa
 
 
 def test_overwrite_replaces_the_report_and_nothing_else(result: Demo, tmp_path: Path) -> None:
-    for name in ("index.html", "results.json", "notes.txt"):
-        (tmp_path / name).write_text("mine")
-    report.write_demo(result, tmp_path, overwrite=True)
+    report.write_demo(dataclasses.replace(result, seconds=1.0), tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    report.write_demo(dataclasses.replace(result, seconds=2.0), tmp_path, overwrite=True)
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert (tmp_path / "index.html").read_text(encoding="utf-8").startswith("<!doctype html>")
-    assert "methods" in json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["seconds"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("index.html", "<!doctype html><p>my home page</p>"), ("results.json", "mine"), ("results.json", '{"methods": []}'),
+        ("results.json", "[" * 100_000), ("index.html", None), ("notes.txt", "mine"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("beside", [False, True])
+def test_overwrite_refuses_what_is_not_ours(
+    result: Demo, tmp_path: Path, name: str, content: str | None, beside: bool
+) -> None:
+    """Files of the report's names that no demo has written, alone or beside one that it has; and folders without any."""
+    if beside:
+        report.write_demo(result, tmp_path)
+        (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).write_text(content) if content else (tmp_path / name).mkdir()
+    if beside and name == "notes.txt":
+        report.write_demo(result, tmp_path, overwrite=True)
+        return
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(FileExistsError, match="folder must (be new or written by this command|hold a report of misconv to be overwritten), got"):
+        report.write_demo(result, tmp_path, overwrite=True)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
 def test_an_empty_folder_will_do(result: Demo, tmp_path: Path) -> None:
@@ -210,9 +234,13 @@ def test_a_file_in_place_of_the_folder_is_refused(result: Demo, tmp_path: Path, 
 
 
 def test_a_place_one_may_not_write_to_is_refused(result: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(dir: Path) -> None:
+        assert dir == tmp_path
+        raise PermissionError(errno.EACCES, "Permission denied")
+
     # Not by permissions: those do not hold for root, who runs many a test.
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
-    with pytest.raises(PermissionError, match="a place you may write to, got .*new, but .* is not; choose another one"):
+    monkeypatch.setattr(_places.tempfile, "TemporaryFile", refuse)
+    with pytest.raises(PermissionError, match="a place you may write to, got .*new: Permission denied; choose another"):
         report.write_demo(result, tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
 
@@ -222,11 +250,11 @@ def test_a_folder_that_cannot_be_made_is_named(result: Demo, tmp_path: Path, mon
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(OSError, match="cannot make the folder .*new: Read-only file system; choose another one"):
+    with pytest.raises(OSError, match="folder must be in a place you may write to, got .*new: Read-only file system; choose another one"):
         report.write_demo(result, tmp_path / "new")
 
 
-@pytest.mark.parametrize("before", [None, "the old page"])
+@pytest.mark.parametrize("before", [None, f"the old page {report.EYEBROW}"])
 def test_a_full_disk_leaves_no_half_page(
     result: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None
 ) -> None:

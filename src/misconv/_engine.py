@@ -10,74 +10,33 @@ all, so that a run that was killed and called again ends with the same parameter
 
 from __future__ import annotations
 
-import copy
+import json
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from misconv import store
-from misconv._session import Record, progress_bar, read
+from misconv._checkpoint import Checkpoint
+from misconv._identity import identify_module
+from misconv._loan import borrowed
+from misconv._processes import check_agreement, synchronized
+from misconv._running import Job, Rate, Running, generator, rate_of, under
+from misconv._session import Record, progress_bar
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
 __all__ = ["Job", "Rate", "Record", "generator", "train"]
 
-Rate = float | Callable[[int], float]
-
 _log = logging.getLogger("misconv")
 
 # Steps before a graph is captured: kernels compile, libraries choose algorithms, Adam makes its state.
 _WARM_UP = 3
-
-
-@dataclass
-class Job:
-    """One training.
-
-    Args:
-        module: is trained in place, and holds the best parameters in the end.
-        loss: (model, indices of a batch) -> what is minimised, and the sums of `figures` numbers over the batch.
-        figures: how many.
-        summarise: from these sums over an epoch to what is recorded.
-        evaluate: model -> a score, lower is better (-inf: take the last epoch), and what is recorded.
-        size: how many images. batch_size: how many in a step.
-        learning_rate: of Adam, a number or a function of the epoch, which counts from 0.
-        factors: for parameters whose name begins so, a factor of the learning rate; 0 leaves them as they are.
-        weight_decay: of AdamW.
-        clip: the largest norm of a gradient.
-        begin: called with the number of every epoch before it.
-        resident: whether all that `loss` reads is on the device, so that its step can be captured.
-        settings: what must agree for a checkpoint to be continued.
-        name: what diverged, if it does.
-        seconds: its share of the time that `train` took, which fills it in; also of the time before an interruption.
-    """
-
-    module: nn.Module
-    loss: Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]]
-    figures: int
-    summarise: Callable[[list[float]], Record]
-    evaluate: Callable[[nn.Module], tuple[float, Record]]
-    size: int
-    batch_size: int
-    learning_rate: Rate
-    seed: int = 0
-    factors: dict[str, float] = field(default_factory=dict)
-    weight_decay: float = 0.0
-    clip: float | None = None
-    begin: Callable[[int], None] | None = None
-    resident: bool = False
-    settings: dict[str, Any] = field(default_factory=dict)
-    name: str = "training"
-    seconds: float = 0.0
 
 
 def train(
@@ -92,7 +51,9 @@ def train(
     title: str = "training",
     stays: bool = True,
 ) -> list[list[Record]]:
-    """Train all jobs; leaves every module with its best parameters and in evaluation mode.
+    """Train all jobs; leaves every module with its best parameters, where and as it came.
+
+    An error, or an interruption, leaves it with the best parameters so far, or as it came.
 
     Args:
         jobs: of one number of images and one batch size.
@@ -104,191 +65,131 @@ def train(
     Returns:
         For every job a record per epoch.
     """
-    if len({(job.size, job.batch_size) for job in jobs}) != 1:
-        raise ValueError("jobs must have one number of images and one batch size to be trained side by side")
+    _check_sizes(jobs, fabric)
     start = time.monotonic()
+    file = Checkpoint(checkpoint, fabric)
+    settings = _settings(jobs, fabric, patience) if checkpoint is not None or fabric.world_size > 1 else {}
+    check_agreement(fabric, json.dumps([settings, epochs]))
+    found = file.read(settings)
     captured = all(job.resident for job in jobs) and _can_capture(fabric)
-    running = [_Running(job, fabric, captured) for job in jobs]
-    settings = {"jobs": [job.settings for job in jobs]} if len(jobs) > 1 else jobs[0].settings
-    if checkpoint is not None and Path(checkpoint).exists():
-        tensors, meta = read(checkpoint, settings)
-        for number, run in enumerate(running):
-            run.load(_under(f"{number}.", tensors), meta["jobs"][number])
-        start -= meta["seconds"]
-    done, written = len(running[0].history), time.monotonic()
-    full = running[0].full
-    graph: torch.cuda.CUDAGraph | None = None
-    with progress_bar(progress and fabric.global_rank == 0, title, epochs, done, stays=stays) as advance:
-        for epoch in range(done, epochs):
-            if patience is not None and epoch > 0 and epoch - 1 - max(r.best_epoch for r in running) >= patience:
-                break
-            for run in running:
-                run.begin(epoch)
-            if captured and graph is None and full:
-                graph = _capture(running)
-                captured = graph is not None
-            if graph is not None:
-                with _seeded(jobs[0].seed, epoch, fabric.device):
-                    for _ in range(full):
-                        graph.replay()
-            for run in running:
-                with _seeded(run.job.seed, epoch, fabric.device, rest=graph is not None):
-                    run.finish(skip=full if graph is not None else 0)
-                run.judge(epoch)
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        loans = [stack.enter_context(borrowed(job.module, fabric.device)) for job in jobs]
+        for job in jobs:
+            if job.synchronize:
+                stack.enter_context(synchronized(job.module, fabric.world_size))
+            if job.prepare is not None:
+                job.prepare()
+        running = [Running(job, fabric, captured) for job in jobs]
+        for run, loan in zip(running, loans, strict=True):
+            run.loan = loan
+        if found is not None:
+            start -= _resume(running, file, *found, epochs)
+        written = time.monotonic()
+        bar = progress_bar(progress and fabric.global_rank == 0, title, epochs, running[0].done, stays=stays)
+        advance = stack.enter_context(bar)
+        for record in _epochs(running, fabric, epochs, patience, captured):
             if checkpoint is not None and time.monotonic() - written >= checkpoint_seconds:
-                if fabric.global_rank == 0:
-                    tensors = {f"{n}.{key}": t for n, run in enumerate(running) for key, t in run.tensors().items()}
-                    numbers = [run.numbers() for run in running]
-                    spent = time.monotonic() - start
-                    store.write(checkpoint, tensors, {"settings": settings, "jobs": numbers, "seconds": spent})
+                tensors = {f"{n}.{key}": t for n, run in enumerate(running) for key, t in run.tensors().items()}
+                numbers = [run.numbers() for run in running]
+                spent = time.monotonic() - start
+                file.write(tensors, {"settings": settings, "jobs": numbers, "seconds": spent})
                 written = time.monotonic()
-            advance(running[0].history[-1])
-    for run in running:
-        run.job.module.load_state_dict(run.best)
-        run.job.module.eval()
-        run.job.seconds = (time.monotonic() - start) / len(jobs)
+            advance(record)
+    for job in jobs:
+        job.seconds = (time.monotonic() - start) / len(jobs)
     return [run.history for run in running]
 
 
-class _Running:
-    """A job on its way."""
+def _epochs(
+    running: Sequence[Running], fabric: Fabric, epochs: int, patience: int | None, captured: bool
+) -> Iterator[Record]:
+    """Train epoch by epoch; yields what is recorded of the first job."""
+    full, graph = running[0].full, None
+    for epoch in range(running[0].done, epochs):
+        if patience is not None and epoch > 0 and epoch - 1 - max(r.best_epoch for r in running) >= patience:
+            break
+        for run in running:
+            run.begin(epoch)
+        if captured and graph is None and full:
+            graph = _capture(running)
+            captured = graph is not None
+        if graph is not None:
+            with _seeded(running[0].job.seed, epoch, fabric.device):
+                for _ in range(full):
+                    graph.replay()
+        for run in running:
+            with _seeded(run.job.seed, epoch, fabric.device, rest=graph is not None):
+                run.finish(skip=full if graph is not None else 0)
+            run.judge(epoch)
+        yield running[0].history[-1]
 
-    def __init__(self, job: Job, fabric: Fabric, captured: bool) -> None:
-        self.job, self.fabric = job, fabric
-        job.module.to(fabric.device)
-        rate = _rate(job.learning_rate, 0)
-        # A captured step reads its learning rate from the device; so does Adam count its steps there.
-        options: dict[str, Any] = {"fused": True, "capturable": True} if captured else {}
-        kind = torch.optim.AdamW if job.weight_decay else torch.optim.Adam
-        optimizer = kind(
-            [{**group, "lr": torch.tensor(rate, device=fabric.device) if captured else rate} for group in _groups(job)],
-            weight_decay=job.weight_decay, **options,
-        )  # fmt: skip
-        self.model, self.optimizer = fabric.setup(job.module, optimizer)
-        self.history: list[Record] = []
-        self.best_score, self.best_epoch = math.inf, -1
-        self.best = copy.deepcopy(job.module.state_dict())
-        self.full = _full(job.size, job.batch_size, fabric.world_size)
-        self.order = torch.zeros(self.full, job.batch_size, dtype=torch.int64, device=fabric.device)
-        self.cursor = torch.zeros(1, dtype=torch.int64, device=fabric.device)
-        self.sums = torch.zeros(job.figures, dtype=torch.float64, device=fabric.device)
-        self.batches: list[Tensor] = []
 
-    def begin(self, epoch: int) -> None:
-        """Shuffle, set the learning rate, let the job prepare itself."""
-        shuffled = torch.randperm(self.job.size, generator=generator(self.job.seed, epoch), device="cpu")
-        self.batches = list(_batches(shuffled, self.job.batch_size, self.fabric.world_size))
-        if self.full:
-            self.order.copy_(torch.stack(self.batches[: self.full]))
-        if self.job.resident:  # then data are indexed on the device, and not before they are sent there
-            self.batches = [*self.order, *(batch.to(self.fabric.device) for batch in self.batches[self.full :])]
-        self.cursor.zero_()
-        self.sums.zero_()
-        for group in self.optimizer.param_groups:
-            rate = _rate(self.job.learning_rate, epoch) * group["factor"]
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
-        if self.job.begin is not None:
-            self.job.begin(epoch)
-        self.model.train()
+def _check_sizes(jobs: Sequence[Job], fabric: Fabric) -> None:
+    if len({(job.size, job.batch_size) for job in jobs}) != 1:
+        raise ValueError("jobs must have one number of images and one batch size to be trained side by side")
+    if min(jobs[0].size, jobs[0].batch_size) < fabric.world_size:
+        raise ValueError(
+            f"images and batch_size must be at least one for each of the {fabric.world_size} processes, got "
+            f"{jobs[0].size} images and a batch_size of {jobs[0].batch_size}"
+        )
 
-    def next(self) -> Tensor:
-        """The indices of the next full batch, looked up on the device."""
-        indices = self.order.index_select(0, self.cursor).view(-1)
-        self.cursor += 1
-        return indices
 
-    def step(self, indices: Tensor) -> None:
-        """One step of Adam."""
-        loss, figures = self.job.loss(self.model, indices)
-        self.optimizer.zero_grad()
-        self.fabric.backward(loss)
-        if self.job.clip is not None:
-            # A look whether the norm is finite would make the GPU wait; `judge` looks once per epoch.
-            self.fabric.clip_gradients(self.model, self.optimizer, max_norm=self.job.clip, error_if_nonfinite=False)
-        self.optimizer.step()
-        self.sums += figures.detach()
+def _settings(jobs: Sequence[Job], fabric: Fabric, patience: int | None) -> dict[str, Any]:
+    """All that must agree for a checkpoint to be continued; rates of learning are compared epoch by epoch."""
+    described = [
+        job.settings
+        | {
+            "module": identify_module(job.module),
+            "batch_size": job.batch_size,
+            "weight_decay": job.weight_decay,
+            "clip": job.clip,
+            "factors": job.factors,
+            "data": None if job.data is None else job.data(),
+            "patience": patience,
+            "precision": str(fabric._precision.precision),
+        }
+        for job in jobs
+    ]
+    return described[0] if len(described) == 1 else {"jobs": described}
 
-    def finish(self, skip: int) -> None:
-        """The batches of the epoch that no graph has done."""
-        for indices in self.batches[skip:]:
-            self.step(indices)
 
-    def judge(self, epoch: int) -> None:
-        """Validate, and keep the parameters if they are the best so far."""
-        total = self.fabric.all_reduce(self.sums, reduce_op="sum")
-        assert isinstance(total, Tensor)
-        sums = total.tolist()
-        if not all(math.isfinite(value) for value in sums):
-            raise FloatingPointError(
-                f"{self.job.name} diverged in epoch {epoch + 1}: its loss is not finite; a smaller learning_rate may "
-                "help"
-            )
-        self.model.eval()
-        with torch.no_grad():
-            score, more = self.job.evaluate(self.model)
-        self.history.append({"epoch": float(epoch), **self.job.summarise(sums), **more})
-        if score < self.best_score or score == -math.inf:
-            self.best_score, self.best_epoch = score, epoch
-            self.best = copy.deepcopy(self.job.module.state_dict())
+def _resume(
+    running: Sequence[Running], file: Checkpoint, tensors: dict[str, Tensor], meta: dict[str, Any], epochs: int
+) -> float:
+    """Go on from a checkpoint of the same training; returns the seconds that it has taken."""
+    jobs, seconds = meta.get("jobs"), meta.get("seconds")
+    numbered = isinstance(jobs, list) and len(jobs) == len(running) and all(map(_is_numbers, jobs))
+    if not numbered or not isinstance(seconds, int | float) or len({len(job["history"]) for job in jobs or []}) != 1:
+        raise file.damaged("its numbers are not those of a training")
+    assert isinstance(jobs, list)
+    done = len(jobs[0]["history"])
+    if done > epochs:
+        raise ValueError(f"epochs must be at least {done}, which checkpoint {file.path} has done, got {epochs}")
+    for number, run in enumerate(running):
+        for epoch, rate in enumerate(jobs[number]["rates"]):
+            asked = rate_of(run.job.learning_rate, epoch)
+            if rate != asked:
+                raise file.other(f"its learning_rate in epoch {epoch + 1} is {rate} and not {asked}")
+        try:
+            run.load(under(f"{number}.", tensors), jobs[number])
+        except (KeyError, RuntimeError, ValueError, TypeError) as error:
+            raise file.damaged(f"its tensors do not fit the module: {str(error).splitlines()[0][:200]}") from error
+    return float(seconds)
 
-    # Saved and put back ----------------------------------------------------------------------------------------------
 
-    def snapshot(self) -> list[dict[str, Tensor]]:
-        """Copies of all that a step changes in the module and its optimizer."""
-        return [{k: v.clone() for k, v in part.items()} for part in (self._module(), self._optimizer())]
-
-    def restore(self, copies: list[dict[str, Tensor]]) -> None:
-        """Put copies back where they were taken, in place, and start the epoch again.
-
-        An optimizer without state starts from zero.
-        """
-        with torch.no_grad():
-            for part, saved in zip((self._module(), self._optimizer()), copies, strict=True):
-                for name, value in part.items():
-                    value.copy_(saved[name]) if name in saved else value.zero_()
-        self.cursor.zero_()
-        self.sums.zero_()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of this job, besides `numbers`."""
-        found = {f"model.{k}": v for k, v in self._module().items()}
-        found |= {f"best.{k}": v for k, v in self.best.items()}
-        return found | {f"optimizer.{k}": v for k, v in self._optimizer().items()}
-
-    def numbers(self) -> dict[str, Any]:
-        """The rest of it."""
-        return {"history": self.history, "best_score": self.best_score, "best_epoch": self.best_epoch}
-
-    def load(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
-        # Into copies of a state dict that knows its versions: without them BatchNorm takes it for one of long ago.
-        now, best = self.job.module.state_dict(), copy.deepcopy(self.job.module.state_dict())
-        now.update(_under("model.", tensors))
-        self.job.module.load_state_dict(now)
-        best.update({name: value.to(self.fabric.device) for name, value in _under("best.", tensors).items()})
-        self.best = best
-        state = self.optimizer.optimizer.state_dict()
-        for key, value in _under("optimizer.", tensors).items():
-            index, name = key.split(".", 1)
-            state["state"].setdefault(int(index), {})[name] = value
-        self.optimizer.optimizer.load_state_dict(state)
-        # Files hold tensors row by row, but a fused Adam goes through memory as the parameters lie in it.
-        for parameter, entry in self.optimizer.optimizer.state.items():
-            for name, value in entry.items():
-                if value.shape == parameter.shape:
-                    entry[name] = torch.empty_like(parameter).copy_(value)
-        self.history, self.best_score = numbers["history"], numbers["best_score"]
-        self.best_epoch = numbers["best_epoch"]
-
-    def _module(self) -> dict[str, Tensor]:
-        return dict(self.job.module.state_dict())
-
-    def _optimizer(self) -> dict[str, Tensor]:
-        state = self.optimizer.optimizer.state_dict()["state"]
-        return {f"{index}.{name}": value for index, entry in state.items() for name, value in entry.items()}
+def _is_numbers(job: Any) -> bool:
+    """Whether this is what `Running.numbers` returns."""
+    if not isinstance(job, dict) or not isinstance(job.get("history"), list) or not isinstance(job.get("rates"), list):
+        return False
+    records = all(
+        isinstance(record, dict) and all(isinstance(value, int | float) for value in record.values())
+        for record in job["history"]
+    )
+    rates = all(isinstance(rate, int | float) for rate in job["rates"]) and len(job["rates"]) == len(job["history"])
+    best = isinstance(job.get("best_score"), int | float) and isinstance(job.get("best_epoch"), int)
+    return records and rates and best and len(job["history"]) > 0
 
 
 # CUDA graphs -------------------------------------------------------------------------------------------------------
@@ -301,7 +202,7 @@ def _can_capture(fabric: Fabric) -> bool:
     )
 
 
-def _capture(running: Sequence[_Running]) -> torch.cuda.CUDAGraph | None:
+def _capture(running: Sequence[Running]) -> torch.cuda.CUDAGraph | None:
     """One step of all jobs as a graph, a branch for each; None, and a line in the log, if it cannot be captured."""
     streams = [torch.cuda.Stream() for _ in running]
     copies = [run.snapshot() for run in running]
@@ -323,7 +224,7 @@ def _capture(running: Sequence[_Running]) -> torch.cuda.CUDAGraph | None:
     return graph
 
 
-def _branch(running: Sequence[_Running], streams: Sequence[torch.cuda.Stream], steps: int) -> None:
+def _branch(running: Sequence[Running], streams: Sequence[torch.cuda.Stream], steps: int) -> None:
     """So many steps of every job, each on a stream of its own."""
     main = torch.cuda.current_stream()
     for run, stream in zip(running, streams, strict=True):
@@ -335,50 +236,9 @@ def _branch(running: Sequence[_Running], streams: Sequence[torch.cuda.Stream], s
         main.wait_stream(stream)
 
 
-# Batches, rates, randomness ----------------------------------------------------------------------------------------
-
-
-def generator(seed: int, purpose: int | str, device: torch.device | str = "cpu") -> torch.Generator:
-    """Randomness of one epoch, or of one purpose, that depends on nothing that happened before."""
-    number = {"split": 1, "validation": 2}[purpose] if isinstance(purpose, str) else 1000 + purpose
-    return torch.Generator(device).manual_seed(seed * 1_000_003 + number)
-
-
-def _batches(indices: Tensor, batch_size: int, processes: int) -> Iterator[Tensor]:
-    """Batches; a last one with fewer than two images a process joins the one before it, for BatchNorm's sake."""
-    parts = list(indices.split(batch_size))
-    if len(parts) > 1 and len(parts[-1]) < 2 * processes:
-        parts[-2:] = [torch.cat(parts[-2:])]
-    yield from parts
-
-
-def _full(size: int, batch_size: int, processes: int) -> int:
-    """How many of the batches have the full size; they come first."""
-    return sum(len(part) == batch_size for part in _batches(torch.arange(size, device="cpu"), batch_size, processes))
-
-
-def _rate(learning_rate: Rate, epoch: int) -> float:
-    return float(learning_rate(epoch) if callable(learning_rate) else learning_rate)
-
-
-def _groups(job: Job) -> list[dict[str, Any]]:
-    """Parameters by the factor of their learning rate."""
-    groups: dict[float, list[nn.Parameter]] = {}
-    for name, parameter in job.module.named_parameters():
-        factor = next((value for start, value in job.factors.items() if name.startswith(start)), 1.0)
-        parameter.requires_grad_(parameter.requires_grad and factor != 0)
-        if factor:
-            groups.setdefault(factor, []).append(parameter)
-    return [{"params": parameters, "factor": factor} for factor, parameters in groups.items()]
-
-
 @contextmanager
 def _seeded(seed: int, epoch: int, device: torch.device, *, rest: bool = False) -> Iterator[None]:
     """Global randomness (dropout) of an epoch, or of its last batch after a graph; put back afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed * 1_000_003 + (250_000 if rest else 500_000) + epoch)
+        torch.manual_seed((seed * 1_000_003 + (250_000 if rest else 500_000) + epoch) % 2**63)
         yield
-
-
-def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

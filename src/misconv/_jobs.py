@@ -12,14 +12,27 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from misconv._checks import check_fraction, check_images, check_observed, check_seen_finite, check_size, describe
-from misconv._engine import Job, Rate, Record, generator
+from misconv._identity import fingerprint, identify, identify_data
+from misconv._loan import borrowed, check_trainable
+from misconv._running import Job, Rate, generator
+from misconv._session import Record
 from misconv.mfa import MFA
 from misconv.missing import hide, square
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["Inputs", "as_floats", "classifier_job", "count_right", "density_job", "falling"]
+__all__ = [
+    "Inputs",
+    "as_floats",
+    "check_count",
+    "check_seed",
+    "check_share",
+    "classifier_job",
+    "count_right",
+    "density_job",
+    "falling",
+]
 
 Inputs = MFA | Tensor | tuple[Tensor, ...] | Callable[[Tensor], Any]
 
@@ -40,36 +53,36 @@ def density_job(
     clip: float | None = 5.0,
 ) -> Job:
     """The training of a density; the arguments are those of `misconv.fit_density`."""
-    check_images("images", images[:1].float() if _is_bytes(images) else images)
-    observed = check_observed("observed", observed, images)
-    if not _is_bytes(images):
-        check_seen_finite("images", images, observed, check=True)
+    images, observed = _check_incomplete(images, observed)
+    check_seed(seed)
     check_size("batch_size", batch_size)
     check_fraction(fraction)
-    if not 0 <= validation < 1:
-        raise ValueError(f"validation must be a share of at least 0 and below 1, got {describe(validation)}")
+    check_share("validation", validation)
+    check_count("mse_epochs", mse_epochs)
+    settings = {
+        "task": "density",
+        "seed": seed,
+        "images": list(images.shape),
+        "mse_epochs": mse_epochs,
+        "shape": _identify_shape(shape, fraction, images),
+        "fraction": fraction,
+        "validation": validation,
+    }
     count = round(validation * len(images))
     order = torch.randperm(len(images), generator=generator(seed, "split"), device="cpu").to(images.device)
     held, rows = order.split([count, len(images) - count])
     if len(rows) == 0:
         raise ValueError(f"images must hold more than the share set aside for validation, got {describe(images)}")
-    calibrate = getattr(density, "calibrate", None)
-    if calibrate is not None:
-        density.to(images.device)
-        calibrate(as_floats(images[rows]), observed[rows])
-    settings = {
-        "task": "density",
-        "density": type(density).__name__,
-        "config": _config(density),
-        "batch_size": batch_size,
-        "mse_epochs": mse_epochs,
-        "shape": getattr(shape, "__name__", repr(shape)),
-        "fraction": fraction,
-        "validation": validation,
-        "seed": seed,
-        "images": list(images.shape),
-        "sum": float(images.where(observed, 0).sum(dtype=torch.float64)),
-    }
+    given = images, observed, rows
+
+    def prepare() -> None:
+        calibrate = getattr(density, "calibrate", None)
+        if callable(calibrate):
+            x, seen, chosen = given
+            with borrowed(density, x.device) as loan:
+                loan.result = None  # it keeps what it learns
+                calibrate(as_floats(x[chosen]), seen[chosen])
+
     resident = _fits(fabric, images, observed)
     if resident:
         images, observed, held, rows = (t.to(fabric.device) for t in (images, observed, held, rows))
@@ -88,7 +101,9 @@ def density_job(
         """Sums over some images: −log p and squared error of what was hidden; how many pixels."""
         x, seen, less = (t.to(fabric.device) for t in (as_floats(images[which]), observed[which], less))
         target = (seen & ~less).expand(x.shape)
-        p = model(x, less)
+        p = _call("density", model, (x, less))
+        if not isinstance(p, MFA) or p.shape != x.shape:
+            raise TypeError(f"density must return a misconv.MFA of images {tuple(x.shape)}, got {describe(p)}")
         error = (p.mean - x).where(target, 0).square().sum()
         return -p.log_prob(x, target).sum(), error, target.sum()
 
@@ -111,8 +126,11 @@ def density_job(
         sums = torch.zeros(2, dtype=torch.float64, device=fabric.device)
         for part in torch.arange(len(held), device=held.device).split(4 * batch_size):
             mine = part[fabric.global_rank :: fabric.world_size]
+            idle = len(mine) == 0  # it takes part all the same: processes call the model together, or not at all
+            mine = part[:1] if idle else mine
             nll, _, count = score(model, held[mine], shown[mine])
-            sums += torch.stack([nll, count]).double()
+            if not idle:
+                sums += torch.stack([nll, count]).double()
         total = fabric.all_reduce(sums, reduce_op="sum")
         assert isinstance(total, Tensor)
         nll_sum, pixels = total.tolist()
@@ -121,7 +139,7 @@ def density_job(
 
     return Job(
         density, loss, 3, summarise, evaluate, len(rows), batch_size, learning_rate, seed=seed, clip=clip, begin=begin,
-        resident=resident, settings=settings,
+        prepare=prepare, resident=resident, settings=settings, data=lambda: identify_data(given[:2]), synchronize=True,
     )  # fmt: skip
 
 
@@ -151,24 +169,24 @@ def classifier_job(
     Inputs may also be a function from indices (B,) to what the network takes of these images; it is called with
     indices on the device, and must not look at values there.
     """
-    size = len(labels) if callable(inputs) else _count(inputs)
-    _check_labels("labels", labels, size)
+    check_trainable("network", network)
+    check_seed(seed)
+    check_size("batch_size", batch_size)
+    labels = _check_labelled("", inputs, labels)
+    size, held, highest = len(labels), 0, int(labels.max())
     if (validation_inputs is None) != (validation_labels is None):
         raise ValueError("validation_inputs and validation_labels must be given together, got one of them")
-    held = 0
     if validation_inputs is not None and validation_labels is not None:
-        held = len(validation_labels) if callable(validation_inputs) else _count(validation_inputs)
-        _check_labels("validation_labels", validation_labels, held)
-    check_size("batch_size", batch_size)
+        validation_labels = _check_labelled("validation_", validation_inputs, validation_labels)
+        held = len(validation_labels)
     known = {
         "task": "classifier",
-        "batch_size": batch_size,
         "seed": seed,
         "images": size,
-        "labels": int((labels.long() * torch.arange(1, size + 1, device=labels.device)).sum() % 2**31),
+        "labels": fingerprint(labels),
+        "label_smoothing": label_smoothing,
     }
-    if not callable(inputs):
-        known["sum"] = sum(float(t.nansum(dtype=torch.float64)) for t in pytree.tree_leaves(inputs) if t is not None)
+    given = [None if callable(each) else each for each in (inputs, validation_inputs)]
     resident = callable(inputs) or _fits(fabric, *pytree.tree_leaves((inputs, validation_inputs)))
     take, take_held = (_taker(i, fabric.device, resident) for i in (inputs, validation_inputs))
     if resident:
@@ -176,7 +194,12 @@ def classifier_job(
 
     def loss(model: nn.Module, indices: Tensor) -> tuple[Tensor, Tensor]:
         mine = indices[fabric.global_rank :: fabric.world_size]
-        output, truth = _call(model, take(mine)), labels[mine].to(fabric.device)
+        output, truth = _call("network", model, take(mine)), labels[mine].to(fabric.device)
+        if not isinstance(output, Tensor) or output.dim() != 2 or output.shape[1] <= highest:
+            raise ValueError(
+                f"network must return logits (B, classes) of at least {highest + 1} classes, which labels name, got "
+                f"{describe(output)}"
+            )
         total = F.cross_entropy(output, truth, reduction="sum", label_smoothing=label_smoothing)
         loss = total * fabric.world_size / len(indices)
         if not count:
@@ -197,7 +220,7 @@ def classifier_job(
     return Job(
         network, loss, 1 + count, summarise, evaluate, size, batch_size, learning_rate, seed=seed, begin=begin,
         resident=resident, settings=known | (settings or {}), weight_decay=weight_decay, factors=factors or {},
-        name=name,
+        name=name, data=lambda: identify_data((given, validation_labels)),
     )  # fmt: skip
 
 
@@ -207,7 +230,7 @@ def count_right(
     """How many images a network in evaluation mode puts into the right class."""
     right, labels = torch.zeros((), dtype=torch.int64, device=device), labels.to(device)
     for indices in torch.arange(len(labels), device=device).split(batch_size):
-        right += (_call(model, take(indices)).argmax(1) == labels[indices]).sum()
+        right += (_call("network", model, take(indices)).argmax(1) == labels[indices]).sum()
     return int(right)
 
 
@@ -264,24 +287,88 @@ def _taker(inputs: Inputs | None, device: torch.device, resident: bool) -> Calla
     return take
 
 
-def _call(model: nn.Module, batch: Any) -> Tensor:
-    result = model(*batch) if isinstance(batch, tuple) else model(batch)
-    assert isinstance(result, Tensor)
-    return result
+def _call(name: str, model: nn.Module, batch: Any) -> Any:
+    """What a module makes of a batch; torch's own words, where it fails, do not say of what."""
+    try:
+        return model(*batch) if isinstance(batch, tuple) else model(batch)
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # out of memory, a broken device, a process that is gone
+            raise
+        given = " and ".join(describe(each) for each in (batch if isinstance(batch, tuple) else (batch,)))
+        reason = (str(error).splitlines() or [""])[0][:200]
+        raise ValueError(f"{name} must take what it is trained on, but it failed on {given}: {reason}") from error
 
 
-def _config(density: nn.Module) -> dict[str, Any] | None:
-    """The arguments of the density, but for a shape that fitting may have set."""
-    config = getattr(density, "config", None)
-    return {k: v for k, v in config().items() if k != "shape"} if callable(config) else None
+def _identify_shape(shape: Callable[..., Tensor], fraction: float, images: Tensor) -> list[Any]:
+    """The regions that are hidden: by the name of their function, and by a few that it draws."""
+    like = "(batch, height, width, *, fraction, generator, device) -> bool (B, 1 or C, H, W), as misconv.missing.square"
+    if not callable(shape):
+        raise TypeError(f"shape must be a function {like}, got {describe(shape)}")
+    size = (2, *images.shape[2:])
+    try:
+        drawn = shape(*size, fraction=fraction, generator=generator(0, "split"), device=torch.device("cpu"))
+    except TypeError as error:
+        raise TypeError(f"shape must be a function {like}, got {describe(shape)}: {error}") from error
+    shapes = [(2, channels, *images.shape[2:]) for channels in (1, images.shape[1])]
+    if not isinstance(drawn, Tensor) or drawn.dtype != torch.bool or tuple(drawn.shape) not in shapes:
+        raise ValueError(f"shape must be a function {like}, got one that returns {describe(drawn)}")
+    return [identify(shape), fingerprint(drawn)]
 
 
-def _count(inputs: Inputs) -> int:
-    return len(pytree.tree_leaves(inputs)[0])
+# Checks of arguments -------------------------------------------------------------------------------------------------
 
 
-def _check_labels(name: str, labels: Tensor, size: int) -> None:
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() != 1:
+def check_seed(seed: int) -> None:
+    """An integer from 0 on."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be an integer from 0 to 2**63 - 1, got {describe(seed)}")
+
+
+def check_share(name: str, share: float) -> None:
+    """Of at least nothing, and never all."""
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+        raise ValueError(f"{name} must be a share of at least 0 and below 1, got {describe(share)}")
+
+
+def check_count(name: str, value: int) -> None:
+    """An integer of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be an integer of at least 0, got {describe(value)}")
+
+
+def _check_incomplete(images: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
+    if not _is_bytes(images):
+        check_images("images", images)
+    elif images.dim() != 4 or 0 in images.shape:
+        raise ValueError(f"images must have shape (N, C, H, W) with no empty dimension, got {describe(images)}")
+    observed = check_observed("observed", observed, images, check=True)
+    if not _is_bytes(images):
+        check_seen_finite("images", images, observed, check=True)
+    return images.detach(), observed
+
+
+def _check_labelled(prefix: str, inputs: Inputs, labels: Tensor) -> Tensor:
+    """Labels that fit the inputs, as int64."""
+    name = f"{prefix}labels"
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool or labels.dim() != 1:
         raise TypeError(f"{name} must be a tensor (N,) of integers, got {describe(labels)}")
-    if len(labels) != size:
-        raise ValueError(f"{name} must be one for each of the {size} images, got {len(labels)}")
+    if len(labels) == 0:
+        raise ValueError(f"{name} must be one for each image, got none")
+    if not callable(inputs):
+        size = _check_inputs(f"{prefix}inputs", inputs)
+        if len(labels) != size:
+            raise ValueError(f"{name} must be one for each of the {size} images, got {len(labels)}")
+    if int(labels.min()) < 0:
+        raise ValueError(f"{name} must be classes that count from 0, got {int(labels.min())}")
+    return labels.long()
+
+
+def _check_inputs(name: str, inputs: Inputs) -> int:
+    """How many images there are."""
+    parts = inputs if isinstance(inputs, tuple) else (inputs,)
+    if not parts or not all(isinstance(part, Tensor | MFA) for part in parts):
+        raise TypeError(f"{name} must be an MFA, a tensor or a tuple of tensors, got {describe(inputs)}")
+    sizes = {len(part) if isinstance(part, MFA) or part.dim() else 0 for part in parts}  # type: ignore[union-attr]
+    if len(sizes) != 1 or 0 in sizes:
+        raise ValueError(f"{name} must hold one row for each image, got {' and '.join(map(describe, parts))}")
+    return sizes.pop()

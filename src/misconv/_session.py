@@ -1,61 +1,66 @@
-"""What surrounds a training: its device, the file it goes on from, and a bar that shows how far it is."""
+"""What surrounds a training: its device, and a bar that shows how far it is."""
 
 from __future__ import annotations
 
-import os
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from misconv import store
+from misconv._checks import describe
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["Record", "check_place", "one_device", "progress_bar", "read"]
+__all__ = ["Record", "check_fabric", "one_device", "progress_bar"]
 
 Record = dict[str, float]
 
 
-def one_device(device: str | None = None) -> Fabric:
-    """One process on a device, "cuda" or "cpu"; on a GPU if there is one and none is named."""
+def one_device(device: torch.device | str | None = None) -> Fabric:
+    """One process on a device, "cuda", "cuda:1" or "cpu"; on a GPU if there is one and none is named."""
+    fabric_class = _fabric_class()
+    from lightning_fabric.plugins.environments import LightningEnvironment
+
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    devices = 1 if where.type == "cpu" or where.index is None else [where.index]
+    with _quiet():
+        # Not the environment of a cluster, were this process one of several there: it trains by itself.
+        fabric: Fabric = fabric_class(accelerator=where.type, devices=devices, plugins=[LightningEnvironment()])
+        fabric.launch()
+    return fabric
+
+
+def check_fabric(fabric: object) -> None:
+    """A Fabric, and one whose processes know of each other."""
+    if not isinstance(fabric, _fabric_class()):
+        raise TypeError(f"fabric must be a lightning_fabric.Fabric or None, got {describe(fabric)}")
+    if fabric.world_size > 1 and not fabric._launched:
+        raise ValueError("fabric must be launched before it is used by several processes; call fabric.launch() first")
+
+
+def _fabric_class() -> type[Fabric]:
     try:
         from lightning_fabric import Fabric
     except ImportError as error:
         raise ImportError("training needs Lightning Fabric: pip install 'misconv[train]'") from error
-    fabric = Fabric(accelerator=device or ("cuda" if torch.cuda.is_available() else "cpu"), devices=1)
-    fabric.launch()
-    return fabric
+    return Fabric
 
 
-def check_place(checkpoint: str | Path | None) -> None:
-    """Say now, and not after the first epoch, that a checkpoint cannot be written."""
-    if checkpoint is None:
-        return
-    folder = Path(checkpoint).resolve().parent
-    if not folder.is_dir():
-        raise FileNotFoundError(f"checkpoint must be in a folder that exists, got {checkpoint}; create {folder} first")
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(f"checkpoint must be in a folder you may write to, got {checkpoint}")
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Fabric gives advice about the precision of matrix products to whoever starts it; users did not start it."""
+    from lightning_utilities.core import rank_zero
 
-
-def read(checkpoint: str | Path, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A checkpoint of the same training; anything else is refused and left as it is."""
-    tensors, meta = store.read(checkpoint)
-    found = meta.get("settings")
-    if not isinstance(found, dict):
-        raise ValueError(f"checkpoint {checkpoint} must be one of a training, got another file of misconv")
-    for name, value in settings.items():
-        if found.get(name) != value:
-            raise ValueError(
-                f"checkpoint {checkpoint} must be of the same training, but its {name} is {found.get(name)!r} and not "
-                f"{value!r}; give another file, or remove it to start anew"
-            )
-    return tensors, meta
+    logger: logging.Logger = rank_zero.log  # Lightning, where it is imported, has put its own there
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from misconv._bench_clock import Pace, memory, times
 from misconv._bench_layer import Contender, Kind, Layer, Setting, likelihood
 from misconv._bench_warm import Job, checks, compile_ahead
 from misconv._path import is_plain
+from misconv._places import check_new_or_ours, read_json, try_place
 from misconv._provenance import commit, device_name, versions
 from misconv.store import write_bytes
 
@@ -206,11 +207,24 @@ def choose(device: str | None, only: Sequence[str], out: Path | None) -> tuple[t
     for name in only:
         if name not in SECTIONS:
             raise ValueError(f"--only must be one of {', '.join(SECTIONS)}, got {name!r}")
-    if out is not None and out.is_dir():
-        raise ValueError(f"--out must name a file, got the folder {out}")
+    if out is not None:
+        _check_out(Path(out))
     if is_plain():
         raise ValueError("the plain path is forced (MISCONV_PLAIN?): there would be no fast path to compare with it")
     return torch.device(device), list(dict.fromkeys(only)) or list(USUAL[device])
+
+
+def _check_out(out: Path) -> None:
+    """Asked before minutes of work: can the numbers be written, and are they in nobody's way?"""
+    try:
+        if out.is_dir():
+            raise ValueError(f"--out must name a file, got the folder {out}")
+        for path in (out, _partial(out)):
+            record = read_json(path)
+            check_new_or_ours("--out", path, isinstance(record, dict) and "benchmark" in record)
+        try_place("--out", out.parent)
+    except OSError as error:
+        raise ValueError(str(error)) from error
 
 
 def run(

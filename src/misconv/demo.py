@@ -247,7 +247,7 @@ def _densities(chosen: dict[str, Any], seed: int) -> dict[str, Callable[[Tensor,
 
     def smfa(x: Tensor, observed: Tensor, progress: bool) -> nn.Module:
         density = SMFA(**chosen["smfa"])
-        fit_density(density, x, observed, seed=seed, progress=progress)
+        fit_density(density, x, observed, seed=seed, fabric=_fabric(), progress=progress)
         return density
 
     def dmfa(x: Tensor, observed: Tensor, progress: bool) -> nn.Module:
@@ -259,7 +259,7 @@ def _densities(chosen: dict[str, Any], seed: int) -> dict[str, Callable[[Tensor,
             learning_rate=falling(chosen["dmfa_learning_rate"], chosen["dmfa_epochs"]),
             fabric=_fabric(), progress=progress,
         )  # fmt: skip
-        return density
+        return density.eval()
 
     return {"independent pixels": independent, "SMFA": smfa, "DMFA": dmfa}
 
@@ -326,7 +326,7 @@ def _train(
         learning_rate=falling(chosen["classifier_learning_rate"], chosen["classifier_epochs"]), seed=seed,
         fabric=_fabric(), progress=progress,
     )  # fmt: skip
-    return network
+    return network.eval()
 
 
 def _accuracy(network: nn.Module, inputs: Inputs, labels: Tensor) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 from html import escape
 from importlib import metadata, resources
@@ -20,12 +19,15 @@ import torch.nn.functional as F
 
 from misconv import __version__
 from misconv._pictures import DIFFERENCE, INK, RESPONSE, UNSURE, bar, grid, image
+from misconv._places import check_new_or_ours, read_json, try_place
 from misconv._provenance import commit
 from misconv.demo import SETTINGS, Demo, Density, Method
 from misconv.store import write_bytes
 
 __all__ = ["check_folder", "verdict", "write_demo"]
 
+FILES = ("results.json", "index.html")
+EYEBROW = '<p class="eyebrow">misconv demo</p>'  # by it a page is known as ours
 SERIES = ("#8a8f9c", "#0e8a7d", "#5a60e6")  # one for each density
 
 
@@ -37,7 +39,7 @@ def write_demo(demo: Demo, folder: Path, *, overwrite: bool = False) -> Path:
     Args:
         demo: what `misconv.demo.run` returned.
         folder: a new or an empty one.
-        overwrite: allow a folder with files in it; these two are replaced, others stay.
+        overwrite: replace the report in a folder that has one; files of other names stay, others of these are refused.
     """
     folder = Path(folder)
     check_folder(folder, overwrite=overwrite)
@@ -48,32 +50,42 @@ def write_demo(demo: Demo, folder: Path, *, overwrite: bool = False) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(error.errno, f"cannot make the folder {folder}: {error.strerror}; choose another one") from error
-    write_bytes(folder / "results.json", numbers)
-    write_bytes(folder / "index.html", page)
-    return folder / "index.html"
+    for name, content in zip(FILES, (numbers, page), strict=True):
+        write_bytes(folder / name, content)
+    return folder / FILES[1]
 
 
 def check_folder(folder: Path, *, overwrite: bool = False) -> None:
-    """Whether a report can go there, without touching anything: worth asking before the work."""
+    """Whether a report can go there, without a trace: worth asking before the work."""
     folder = Path(folder)
     try:
-        if folder.is_dir():
-            if not overwrite and any(folder.iterdir()):
-                raise FileExistsError(
-                    f"folder must be new or empty, got {folder} with files in it; choose another one, "
-                    "or allow to replace the report in it (overwrite=True, or --overwrite)"
-                )
-        elif folder.exists() or folder.is_symlink():
+        found = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        if not folder.is_dir() and (folder.exists() or folder.is_symlink()):
             raise NotADirectoryError(f"folder must be a folder or a new name, got {folder}, which is a file")
-        place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     except PermissionError as error:
         raise PermissionError(f"folder must be readable, got {folder}; choose another one") from error
-    if not place.is_dir():
-        raise NotADirectoryError(f"folder must be below a folder, got {folder}, but {place} is a file")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise PermissionError(
-            f"folder must be in a place you may write to, got {folder}, but {place} is not; choose another one"
+    except OSError as error:
+        raise type(error)(f"folder must be a folder or a new name, got {folder}: {error.strerror or error}") from error
+    if found and not overwrite:
+        raise FileExistsError(
+            f"folder must be new or empty, got {folder} with files in it; choose another one, or replace a report in it "
+            "(overwrite=True, or --overwrite)"
         )
+    if found and not set(FILES) & set(found):
+        raise FileExistsError(
+            f"folder must hold a report of misconv to be overwritten, got {folder} with other files; choose another one"
+        )
+    for name in FILES:
+        check_new_or_ours("folder", folder / name, _is_ours(folder / name))
+    try_place("folder", folder)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file of this name is one that a demo has written."""
+    if path.suffix == ".json":
+        facts = read_json(path)
+        return isinstance(facts, dict) and {"verdict", "methods", "densities", "versions"} <= facts.keys()
+    return path.is_file() and EYEBROW.encode() in path.read_bytes()
 
 
 def verdict(demo: Demo) -> str:
@@ -393,7 +405,7 @@ def _page(demo: Demo, facts: dict[str, Any]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>Reading digits with a hole in them</title><style>{_style()}</style></head>\n<body><main><header>"
-        '<p class="eyebrow">misconv demo</p><h1>Reading digits with a hole in them</h1>'
+        f"{EYEBROW}<h1>Reading digits with a hole in them</h1>"
         f'<p class="lead">{share} of every handwritten digit is gone for good, and {len(demo.methods) - 1} classifiers '
         "that differ only in how they treat the gap learn to read the rest. "
         f'{_hold(escape(verdict(demo))).replace("k-NN", "k&#8209;NN")}</p><div class="tiles">{tiles}</div></header>\n'

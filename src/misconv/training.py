@@ -5,17 +5,23 @@ Devices, precision and processes are Fabric's arguments; the loop is that of `mi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from misconv import store
-from misconv._checks import check_size
-from misconv._engine import Rate, Record, train
+from misconv._checkpoint import Checkpoint, check_place
+from misconv._checks import check_size, describe
+from misconv._engine import Job, Rate, Record, train
+from misconv._identity import identify_module
 from misconv._jobs import as_floats, classifier_job, density_job
-from misconv._session import check_place, one_device, progress_bar, read
+from misconv._loan import check_trainable, gpu_of
+from misconv._session import check_fabric, one_device, progress_bar
 from misconv.density import SMFA
 from misconv.mfa import MFA
 from misconv.missing import square
@@ -50,18 +56,24 @@ def fit_density(
     the rest is minimised; pixels that were missing from the start are never read. The best parameters by the same
     measure on validation images are kept. An `SMFA` is fitted by EM instead.
 
+    Wherever it is trained, the density comes back on the device, in the dtype and in the train or eval mode in which it
+    came: call ``density.eval()`` before you use it. An error or an interruption leaves it with the best parameters so
+    far, or as it came.
+
     Args:
         density: a module (x, observed) -> MFA; trained in place.
         images: (N, C, H, W); uint8 counts as 0 to 1. observed: bool (N, 1, H, W) or (N, C, H, W).
-        epochs: passes over the images (for an `SMFA` at most so many EM iterations).
+        epochs: passes over the images (for an `SMFA` the largest number of EM iterations).
         learning_rate: of Adam, a number or a function of the epoch, which counts from 0.
-        mse_epochs: in so many first epochs the squared error of the mean is added.
+        mse_epochs: in this many first epochs the squared error of the mean is added.
         shape, fraction: the region that is hidden; see `misconv.missing.hide`.
         validation: the share of images set aside to measure on; 0 for none.
         patience: stop after so many epochs without a better validation.
         seed: of everything random.
-        checkpoint: a file to continue from if it exists, and to write after every epoch.
-        fabric: devices, precision and processes; by default one device.
+        checkpoint: a file to continue from if it exists, and to write after every epoch. It is continued by the same
+            training alone: the same density, images and settings, with as many `epochs` or more.
+        fabric: devices, precision and processes; by default one device, a GPU if there is one. Several processes take
+            batch statistics, like everything else, over the whole batch.
         progress: whether to show a progress bar.
 
     Returns:
@@ -76,16 +88,17 @@ def fit_density(
         >>> len(history), sorted(history[0])
         (2, ['epoch', 'mse', 'nll', 'validation_nll'])
     """
-    check_place(checkpoint)
-    fabric = fabric or one_device()
+    if not isinstance(density, nn.Module):
+        raise TypeError(f"density must be a torch.nn.Module (x, observed) -> MFA, got {describe(density)}")
+    if not isinstance(density, SMFA):
+        check_trainable("density", density)
+    fabric = _start(fabric, density, epochs, patience, checkpoint, progress, images)
     job = density_job(
         density, images, observed, fabric, batch_size=batch_size, learning_rate=learning_rate, mse_epochs=mse_epochs,
         shape=shape, fraction=fraction, validation=validation, seed=seed,
     )  # fmt: skip
-    check_size("epochs", epochs)
     if isinstance(density, SMFA):
-        x = as_floats(images)
-        return _fit_by_em(density, x, observed, epochs, seed, checkpoint, job.settings, fabric, progress)
+        return _fit_by_em(density, as_floats(images), observed != 0, epochs, job, checkpoint, fabric, progress)
     (history,) = train(
         [job], fabric, epochs=epochs, patience=patience, checkpoint=checkpoint, progress=progress, title="density"
     )
@@ -116,7 +129,8 @@ def fit_classifier(
         labels: (N,), integers.
         validation_inputs, validation_labels: to choose the epoch by; the last one is taken where there are none.
 
-    The other arguments are those of `fit_density`.
+    The other arguments are those of `fit_density`, and the network comes back as a density does. Of several processes
+    each takes the statistics of a batch normalization over its own share, unless it is an `nn.SyncBatchNorm`.
 
     Returns:
         A record per epoch: `loss`, `accuracy` and, where there is validation, `validation_accuracy`.
@@ -128,9 +142,9 @@ def fit_classifier(
         >>> len(fit_classifier(network, images, labels, epochs=2, progress=False))
         2
     """
-    check_place(checkpoint)
-    check_size("epochs", epochs)
-    fabric = fabric or one_device()
+    check_trainable("network", network)
+    tensors = [t for t in pytree.tree_leaves((inputs, labels)) if isinstance(t, Tensor)]
+    fabric = _start(fabric, network, epochs, patience, checkpoint, progress, *tensors)
     job = classifier_job(
         network, inputs, labels, fabric, validation_inputs=validation_inputs, validation_labels=validation_labels,
         batch_size=batch_size, learning_rate=learning_rate, seed=seed,
@@ -143,31 +157,106 @@ def fit_classifier(
     return history
 
 
+def _start(
+    fabric: Fabric | None,
+    module: nn.Module,
+    epochs: int,
+    patience: int | None,
+    checkpoint: str | Path | None,
+    progress: bool,
+    *tensors: Tensor,
+) -> Fabric:
+    """Check what all trainings have in common; a Fabric on the GPU of the module or of its data, if there is one."""
+    check_size("epochs", epochs)
+    if patience is not None:
+        check_size("patience", patience)
+    if not isinstance(progress, bool):
+        raise TypeError(f"progress must be True or False, got {describe(progress)}")
+    if fabric is not None:
+        check_fabric(fabric)
+    if fabric is None or fabric.global_rank == 0:
+        check_place(checkpoint)
+    return one_device(gpu_of(module, *(t for t in tensors if isinstance(t, Tensor)))) if fabric is None else fabric
+
+
 def _fit_by_em(
     density: SMFA,
     images: Tensor,
     observed: Tensor,
     iterations: int,
-    seed: int,
+    job: Job,
     checkpoint: str | Path | None,
-    settings: dict[str, Any],
     fabric: Fabric,
     progress: bool,
 ) -> list[Record]:
     """EM with a checkpoint after every iteration; several processes share the images out among them."""
     rank, world = fabric.global_rank, fabric.world_size
+    if len(images) < world:
+        raise ValueError(f"images must be at least one for each of the {world} processes, got {describe(images)}")
+    file = Checkpoint(checkpoint, fabric)
+    settings = job.settings | {"module": identify_module(density)}
+    found = None
+    if checkpoint is not None:
+        settings["data"] = None if job.data is None else job.data()
+        found = file.read(settings)
+    home = images.device
     # In one piece each, so that all pieces together are the images in their order.
     images, observed = (t.tensor_split(world)[rank].to(fabric.device) for t in (images, observed))
-    if checkpoint is not None and Path(checkpoint).exists():
-        tensors, meta = read(checkpoint, settings)
-        density.resume(images, tensors, meta["history"], meta["floor"])
-    else:
-        density.begin(images, observed, seed=seed)
-    with progress_bar(progress and rank == 0, "SMFA", iterations, len(density.history)) as advance:
-        while len(density.history) < iterations and (len(density.history) < 2 or density.gain() >= 1e-4):
-            density.iterate(images, observed)
-            if checkpoint is not None and rank == 0:
-                meta = {"settings": settings, "history": density.history, "floor": density.floor}
-                store.write(checkpoint, density.resumable(), meta)
-            advance({"log-likelihood per image": density.history[-1]})
+    with _returned(density, home), torch.inference_mode(False):
+        if found is None:
+            density.begin(images, observed, seed=job.seed)
+        else:
+            _resume_em(density, images, file, *found, iterations)
+        with progress_bar(progress and rank == 0, "SMFA", iterations, len(density.history)) as advance:
+            while len(density.history) < iterations and (len(density.history) < 2 or density.gain() >= 1e-4):
+                density.iterate(images, observed)
+                if not math.isfinite(density.history[-1]):
+                    raise FloatingPointError(
+                        f"EM diverged in iteration {len(density.history)}: its log-likelihood is not finite"
+                    )
+                if checkpoint is not None:
+                    meta = {"settings": settings, "history": density.history, "floor": density.floor}
+                    file.write(density.resumable(), meta)
+                advance({"log-likelihood per image": density.history[-1]})
     return [{"epoch": float(i), "log_likelihood": value} for i, value in enumerate(density.history)]
+
+
+def _resume_em(
+    density: SMFA, images: Tensor, file: Checkpoint, tensors: dict[str, Tensor], meta: dict[str, Any], iterations: int
+) -> None:
+    history, floor = meta.get("history"), meta.get("floor")
+    numbers = [*history, floor] if isinstance(history, list) and history else [None]
+    if not all(isinstance(number, float) and math.isfinite(number) for number in numbers):
+        raise file.damaged("its numbers are not those of a training")
+    if len(numbers) - 1 > iterations:
+        raise ValueError(
+            f"epochs must be at least {len(numbers) - 1}, which checkpoint {file.path} has done, got {iterations}"
+        )
+    try:
+        density.resume(images, tensors, numbers[:-1], numbers[-1])
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise file.damaged(f"its tensors do not fit the density: {str(error).splitlines()[0][:200]}") from error
+
+
+@contextmanager
+def _returned(density: SMFA, home: torch.device) -> Iterator[None]:
+    """An SMFA goes back to where its tensors were, `home` if it had none; after an error as EM left it, or as it came."""
+    before, known = dict(density._buffers), dict(vars(density))
+    history = density.history
+    try:
+        yield
+    except BaseException:
+        if density.history is history or not density.history:  # EM has not begun
+            density._buffers.update(before)
+            vars(density).update({name: known.get(name) for name in ("history", "floor", "_exact")})
+        else:
+            density._keep(density._parameters64())  # an interruption may have fallen between two of its tensors
+        raise
+    finally:
+        place = next((t.device for t in before.values() if t is not None), home)
+        density.to(place)
+        for name, tensor in before.items():
+            now = density._buffers[name]
+            if tensor is not None and now is not None:
+                density._buffers[name] = now.to(tensor.dtype)
+        density._exact = None  # in float64, on the device of the training

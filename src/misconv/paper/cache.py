@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +24,17 @@ __all__ = ["FORMAT", "Cache", "key"]
 # Of the files, and of what settings mean: a change of either must not be taken for the old.
 FORMAT = 3
 LEFT_BEHIND = 3600.0  # seconds after which nobody writes a file any more
+
+# What a record of each kind has: texts, and numbers.
+_WHAT = ("dataset", "title", "shape", "device")
+NEEDED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "classification": (
+        (*_WHAT, "method"),
+        ("seed", "accuracy_incomplete", "accuracy_complete", "accuracy_validation", "epoch", "epochs", "seconds"),
+    ),
+    "density": ((*_WHAT, "density"), ("nll", "mse", "mse_per_pixel", "ssim", "exact", "images")),
+    "fit": (_WHAT, ("seconds",)),
+}
 
 Settings = dict[str, Any]
 
@@ -59,8 +72,8 @@ class Cache:
         for plan in (self.folder / "running").glob(f"*-{FORMAT}.json"):
             self._settle(plan)
 
-    def get(self, settings: Settings) -> dict[str, Any] | None:
-        """The record of a finished unit, or None."""
+    def get(self, settings: Settings, kind: str | None = None) -> dict[str, Any] | None:
+        """The record of a finished unit, or None; with a `kind`, one that has all numbers of that kind."""
         path = self._record(settings)
         if not path.exists():
             return None
@@ -68,7 +81,9 @@ class Cache:
             content = json.loads(path.read_text(encoding="utf-8"))
             found, record = content["format"], content["record"]
             name = key(record["settings"]) if found == FORMAT else None
-        except (ValueError, KeyError, TypeError) as error:
+            if found == FORMAT and kind is not None:
+                _check_kind(record, kind)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} must be a record of misconv, got something else; move it away") from error
         if found != FORMAT:
             raise ValueError(
@@ -113,10 +128,13 @@ class Cache:
         try:
             content = json.loads(plan.read_text(encoding="utf-8"))
             records, checkpoints = content["records"], content["checkpoints"]
-            units = [record["settings"] for record in records]
+            units = [dict(record["settings"]) for record in records]
+            # Nothing but checkpoints is ever removed, whatever a file says.
+            if not all(re.fullmatch(r"[0-9a-f]{16}-\d+\.safetensors", name) for name in checkpoints):
+                raise ValueError("a checkpoint has another name")
         except FileNotFoundError:  # another process was faster
             return
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{plan} must hold records of misconv, got something else; move it away") from error
         for settings, record in zip(units, records, strict=True):
             self.keep(settings, record)
@@ -126,6 +144,19 @@ class Cache:
 
     def _record(self, settings: Settings) -> Path:
         return self.folder / "records" / f"{_slug(settings)}-{key(settings)}.json"
+
+
+def _check_kind(record: dict[str, Any], kind: str) -> None:
+    """The texts and numbers that tables read; somebody may have changed them by hand."""
+    texts, numbers = NEEDED[kind]
+    if record["kind"] != kind or not all(isinstance(record[name], str) for name in texts):
+        raise ValueError("a text is missing")
+    for name in numbers:
+        number = record[name]
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            raise ValueError(f"{name} is no number")
+        if name.startswith("accuracy") and not 0 <= number <= 1:
+            raise ValueError(f"{name} is no share")
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

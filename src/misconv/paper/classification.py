@@ -13,6 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,15 +177,25 @@ class Experiment:
         if self._made.get(kind) != settings:
             path = self.cache.density(settings)
             # Its record is looked at, too, which is refused if another version wrote it.
-            if self.cache.get(settings) is None or not path.exists():
+            if self.cache.get(settings, "fit") is None or not path.exists():
                 self._fit(kind, settings)
             density = store.load(path).to(self.device)
+            self._check_density(path, density, settings["density"])
             if isinstance(density, ConvDMFA):
                 density.to(memory_format=torch.channels_last)
             self._tools[kind], self._made[kind] = density.eval().requires_grad_(False), settings
         found = self._tools[kind]
         assert isinstance(found, nn.Module)
         return found
+
+    def _check_density(self, path: Path, density: nn.Module, chosen: dict[str, Any]) -> None:
+        """The file may be another's."""
+        wanted = make_density(chosen, self.data.shape)
+        found, asked = ({"shape": None, **getattr(d, "config", dict)()} for d in (density, wanted))
+        if isinstance(wanted, SMFA):
+            asked["shape"] = list(self.data.shape)
+        if type(density) is not type(wanted) or found != asked:
+            raise ValueError(f"cannot load {path}: it holds another density than its name stands for")
 
     def _fit(self, kind: str, settings: dict[str, Any]) -> None:
         self.say(f"{self.data.title}, {self.shape}: learning what may be missing ({NAMES[kind]})")
@@ -207,19 +218,19 @@ class Experiment:
             seconds = job.seconds
         # The density last: where there is one, there is its record.
         self.cache.keep(settings, {"kind": "fit", **self._circumstances(), "seconds": seconds, "history": history})
-        store.save(density, self.cache.density(settings))
+        store.save(density.eval(), self.cache.density(settings))
         checkpoint.unlink(missing_ok=True)
 
     def quality(self, kind: str) -> Record:
         """A record of how well a density predicts the missing pixels of the test images (Table 7)."""
         settings = {**self.density_settings(kind), "variant": "quality"}
-        found = self.cache.get(settings)
+        found = self.cache.get(settings, "density")
         if found is not None:
             return found
         from misconv.paper.quality import quality
 
         density = self.density(kind)
-        fitted = self.cache.get(self.density_settings(kind))
+        fitted = self.cache.get(self.density_settings(kind), "fit")
         figures = quality(density, self.data.test.to(self.device), self.test.observed)
         # The PSNR of images that were all filled without any error is no number that JSON knows.
         measured = {name: value if math.isfinite(value) else None for name, value in figures.items()}
@@ -252,11 +263,11 @@ class Experiment:
     ) -> list[Record]:
         """Of all names with all seeds, each of which is a unit; those that are not there are trained side by side."""
         wanted = [(name, seed) for name in names for seed in seeds]
-        todo = [each for each in wanted if self.cache.get(unit(*each)) is None]
+        todo = [each for each in wanted if self.cache.get(unit(*each), "classification") is None]
         limit = SIDE_BY_SIDE if self.device.type == "cuda" else max(len(seeds), 1)
         for start in range(0, len(todo), limit):
             train(todo[start : start + limit])
-        found = [self.cache.get(unit(*each)) for each in wanted]
+        found = [self.cache.get(unit(*each), "classification") for each in wanted]
         return [record for record in found if record is not None]
 
     def _train(self, units: Sequence[tuple[str, int]]) -> None:
@@ -299,6 +310,7 @@ class Experiment:
         extra: dict[str, Any] | None = None,
     ) -> tuple[dict[str, Any], Record]:
         """Look at the test images, once; returns the settings of a unit and its record."""
+        network.eval()
         incomplete, everything = takes or (self.take(method, "test"), complete(method, self.whole("test")))
         best = max(history, key=lambda record: record["validation_accuracy"])
         truth = self.labels[1]
@@ -359,7 +371,8 @@ class Experiment:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             first = first_layer(method, self.data.shape[0])
-            return Classifier(first, self.data.shape, self.data.classes, self.settings["classifier"]["kind"])
+            network = Classifier(first, self.data.shape, self.data.classes, self.settings["classifier"]["kind"])
+        return network.to(self.device)
 
     @property
     def pause(self) -> float:

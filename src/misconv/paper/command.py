@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from misconv import bench, data, store
+from misconv._places import check_new_or_ours, read_json, try_place
 from misconv._session import one_device
 from misconv.paper import tables
 from misconv.paper.cache import Cache
@@ -119,9 +120,20 @@ def prepare(
     if number == FIGURES:
         check_drawable(images)
     plan = Plan(number, [_few(i) for i in images] if quick else images, seeds, folder, device, quick, plus)
+    _check_files(plan)
     if number == "10" and not plan.file("-bench.json").exists():
         bench.choose(device, ["table10"], plan.file("-bench.json"))
     return plan
+
+
+def _check_files(plan: Plan) -> None:
+    """The table can be written when it is made, and replaces nothing that is not one."""
+    try_place("--out", plan.folder)
+    record, text = plan.file(".json"), plan.file(".md")
+    content = read_json(record)
+    check_new_or_ours("--out", record, isinstance(content, dict) and content.keys() == {"records"})
+    ours = text.is_file() and text.read_bytes()[:2] == b"# " and record.exists()
+    check_new_or_ours("--out", text, ours)
 
 
 def _names(number: str, datasets: Sequence[str], files: Sequence[str | Path]) -> list[str]:

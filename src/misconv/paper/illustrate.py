@@ -77,5 +77,6 @@ def _first_layer(experiment: Experiment) -> MisConv2d:
     if not path.exists():
         raise FileNotFoundError(f"{path} must be there, for its classifier was trained; use another folder")
     layer = store.load(path)
-    assert isinstance(layer, MisConv2d)
+    if not isinstance(layer, MisConv2d) or layer.in_channels != experiment.data.shape[0]:
+        raise ValueError(f"cannot load {path}: it holds another layer than its name stands for")
     return layer.to(experiment.device).eval()

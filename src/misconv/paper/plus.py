@@ -269,7 +269,8 @@ def _network(experiment: Experiment, chosen: dict[str, Any], density: nn.Module 
         torch.manual_seed(seed)
         first = first_layer("mask" if chosen["mask"] else "misconv_dmfa", experiment.data.shape[0])
         classifier = Classifier(first, experiment.data.shape, experiment.data.classes, chosen["classifier"])
-    return Plus(None, classifier, chosen["mask"]) if density is None else classifier
+    network = Plus(None, classifier, chosen["mask"]) if density is None else classifier
+    return network.to(experiment.device)
 
 
 def _test_images(experiment: Experiment, work: _Work, said: Remembered | None) -> tuple[Take, Take]:
