@@ -118,19 +118,17 @@ def test_a_folder_that_is_there_stays_as_it_is(tmp_path: Path) -> None:
 # Whole or not at all -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["_write_through", "os.replace"])
+@pytest.mark.parametrize("place", ["fsync", "replace"])
 def test_a_write_that_fails_leaves_the_old_file(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache(tmp_path)
     cache.keep(SETTINGS, {"number": 1})
     before = files(tmp_path)
 
-    def fail(path: Path, *rest: object) -> None:
-        if place == "_write_through":
-            path.write_bytes(b"half of")
+    def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((store, "_write_through") if place == "_write_through" else (store.os, "replace")), fail)
+        patch.setattr(store.os, place, fail)
         with pytest.raises(OSError, match="cannot write .*: No space left on device; what was there is untouched"):
             cache.keep(SETTINGS, {"number": 2})
         with pytest.raises(OSError, match="cannot write"):

@@ -262,12 +262,14 @@ def test_a_full_disk_leaves_no_half_page(
     if before is not None:
         page.write_text(before)
 
-    def fill_up(path: Path, data: bytes) -> None:
-        path.write_bytes(data[: len(data) // 2])
-        if data.startswith(b"<!doctype"):
-            raise OSError(errno.ENOSPC, "No space left on device")
+    replace = os.replace
 
-    monkeypatch.setattr(store, "_write_through", fill_up)
+    def fill_up(temporary: Path, target: Path) -> None:
+        if target == page:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(temporary, target)
+
+    monkeypatch.setattr(os, "replace", fill_up)
     with pytest.raises(OSError, match="cannot write .*index.html: No space left on device"):
         report.write_demo(result, tmp_path, overwrite=True)
     assert (page.read_text() if page.exists() else None) == before
