@@ -16,7 +16,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -64,6 +64,7 @@ def quiet() -> Iterator[None]:
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="Using padding='same' with even kernel")
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")  # checkpoint
+        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork")  # torch has threads, which wait
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
         yield
 
@@ -71,15 +72,17 @@ def quiet() -> Iterator[None]:
 def run_case(kind: str, seed: int, device: str = "cpu") -> Outcome:
     """One case; any error that it does not expect is a failure."""
     module = importlib.import_module(f"tests.fuzz.{kind}")
-    default = torch.get_default_dtype()
+    dtype, default = torch.get_default_dtype(), torch.get_default_device()
     torch.set_default_dtype(torch.float32)
+    torch.set_default_device("cpu")
     try:
         with quiet():
             outcome: Outcome = module.case(seed, device)
     except Exception as error:
         return failure(error)
     finally:
-        torch.set_default_dtype(default)
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(default)
     return outcome
 
 
@@ -104,12 +107,12 @@ def run(
     """All kinds side by side, each `cases` times or all together for so many minutes."""
     tallies = {kind: Tally() for kind in kinds}
     ends = time.monotonic() + 60 * (minutes if minutes is not None else 1e9)
-    following = {kind: seed for kind in kinds}  # the next seed of each
+    following = dict.fromkeys(kinds, seed)  # the next seed of each
 
     def unfinished(kind: str) -> bool:
         return time.monotonic() < ends and (cases is None or following[kind] < seed + cases)
 
-    pool = _pool(processes)
+    pool: Executor = _pool(processes) if processes > 1 else _Here()
     running: dict[Future[Tally], tuple[str, int, int]] = {}
     while True:
         for kind in sorted(kinds, key=lambda k: (tallies[k].seconds, following[k])):  # the one that had least time
@@ -136,6 +139,18 @@ def run(
 
 def _pool(processes: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_begin)
+
+
+class _Here(Executor):
+    """One process is this one."""
+
+    def __init__(self) -> None:
+        _begin()
+
+    def submit(self, function: Any, /, *arguments: Any, **options: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(function(*arguments, **options))
+        return done
 
 
 def _begin() -> None:
