@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -95,11 +94,11 @@ def fill(page: str, records: Sequence[Record]) -> str:
     """The page with these tables between their markers."""
     tables = {"kinds": table_of_kinds, "reasons": table_of_reasons, "runs": table_of_runs}
     for name, table in tables.items():
-        content = table(records)
-        pattern = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        page, count = pattern.subn(lambda match, content=content: f"{match[1]}{content}\n{match[2]}", page)
-        if count != 1:
-            raise ValueError(f"trust.md must hold the markers of table {name!r} once, found {count}")
+        start, end = f"<!-- table: {name} -->\n", "<!-- end -->"
+        if page.count(start) != 1:
+            raise ValueError(f"trust.md must hold the markers of table {name!r} once, found {page.count(start)}")
+        before, after = page.split(start)
+        page = before + start + table(records) + "\n" + after[after.index(end) :]
     return page
 
 

@@ -74,11 +74,7 @@ def _density(kind: str, checkpoint: Path | None) -> list[Tensor]:
     torch.manual_seed(1)
     x, observed = _data()
     observed[0] = True
-    density: nn.Module
-    if kind == "SMFA":
-        density = misconv.SMFA(2, 1)
-    else:
-        density = misconv.ConvDMFA(1, rank=1, widths=(4,), depths=(1,))
+    density = misconv.SMFA(2, 1) if kind == "SMFA" else misconv.ConvDMFA(1, rank=1, widths=(4,), depths=(1,))
     history = misconv.fit_density(
         density, x, observed, epochs=EPOCHS, batch_size=4, checkpoint=checkpoint, progress=False, seed=2, validation=0.2
     )

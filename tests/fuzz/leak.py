@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import misconv
 from misconv import MFA, functional, impute
 from tests.fuzz import activations
-from tests.fuzz.maths import random_convolution, random_observed
+from tests.fuzz.maths import random_observed
 from tests.fuzz.outcome import Choices, Outcome, expect, ok, one_line, refused
 
 GARBAGE = ("nan", "inf", "-inf", "1e30", "noise", "0", "mixed")
@@ -153,7 +153,6 @@ def _layer(choices: Choices, image: Tensor, observed: Tensor) -> Problem:
 
 
 def _functional(choices: Choices, image: Tensor, observed: Tensor) -> Problem:
-    convolution, _ = random_convolution(choices, 1.0)
     groups = image.shape[1] if choices.chance(0.3) else 1
     weight = torch.randn(2 * groups, image.shape[1] // groups, 3, 3).to(image)
     p = _mfa(choices, image)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import misconv
 from misconv import MFA
@@ -64,18 +65,13 @@ class Network(nn.Module):
         self.kept: Tensor | None = None
 
     def forward(self, x: Tensor) -> Any:
-        if self.checkpoint and self.part == "everything":
-            return self._checkpointed(self._all, x)
-        return self._all(x)
+        return self._run("everything", self._all, x)
 
     def _all(self, x: Tensor) -> Any:
         image = x
         if self.extra == "keeps image":
             self.kept = x
-        if self.checkpoint and self.part == "stem":
-            out = self._checkpointed(self.stem, x)
-        else:
-            out = self.stem(x)
+        out = self._run("stem", self.stem, x)
         result = self.tail(out)
         if self.extra == "residual":
             result = result + out.mean((1, 2, 3))[:, None]
@@ -99,19 +95,17 @@ class Network(nn.Module):
     def response(self, x: Tensor) -> Tensor:
         """What the activation receives."""
         x = self.padding(self.before(x))
-        if self.checkpoint and self.part == "convolution":
-            y = self._checkpointed(self.conv, x)
-        else:
-            y = self.conv(x)
+        y = self._run("convolution", self.conv, x)
         y = self.norm(self.first(y))
         if self.extra.startswith("keeps and") or self.extra == "keeps response":
             self.kept = y
         result: Tensor = self.second(y)
         return result
 
-    def _checkpointed(self, function: Callable[[Tensor], Any], x: Tensor) -> Any:
-        from torch.utils.checkpoint import checkpoint
-
+    def _run(self, part: str, function: Callable[[Tensor], Any], x: Tensor) -> Any:
+        """A part of the network, with activation checkpointing if it is the chosen one."""
+        if not self.checkpoint or self.part != part:
+            return function(x)
         return checkpoint(function, x, use_reentrant=self.checkpoint == "reentrant")
 
     def __str__(self) -> str:

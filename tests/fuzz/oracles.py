@@ -151,7 +151,7 @@ def condition(p: MFA, x: Tensor, where: Tensor, eps: float) -> Gaussian:
     if p.observed is not None:
         chosen = chosen & ~p.observed.cpu().expand(p.shape).flatten(1)
     image = x.detach().double().cpu().flatten(1)
-    batch, components, size = means.shape
+    batch, components = means.shape[:2]
     results = []
     for b in range(batch):
         seen = chosen[b]
