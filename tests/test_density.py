@@ -5,13 +5,14 @@ import math
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from misconv import MFA, SMFA, ConvDMFA, LinearDMFA, _em, _em_data, missing
+from misconv import MFA, SMFA, ConvDMFA, LinearDMFA, _em, _em_data, impute, missing
 from tests.reference import random_mfa
 
 
@@ -277,3 +278,160 @@ def test_bad_densities() -> None:
         LinearDMFA((28, 28))
     with pytest.raises(ValueError, match="observed must show every channel somewhere, got none of channel 0"):
         ConvDMFA(1).calibrate(x, ~observed)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SMFA(2, True), "rank must be an integer of at least 0, got True"),
+        (lambda: SMFA(2, 1, shape=3), r"shape must be \(channels, height, width\), got 3"),
+        (lambda: SMFA(2, 1, shape=(1, 0, 3)), "height must be an integer of at least 1, got 0"),
+        (lambda: SMFA(10**9, 10**9, shape=(1, 5, 5)), "components and rank must make at most .* parameters"),
+        (lambda: LinearDMFA(28), r"shape must be \(channels, height, width\), got 28"),
+        (lambda: LinearDMFA((3, 500, 500)), "shape must be that of small images, .* use ConvDMFA"),
+        (lambda: ConvDMFA(3, widths=8), "widths must be a tuple of integers of at least 1, got 8"),
+        (lambda: ConvDMFA(3, widths=()), "widths must be a tuple of integers of at least 1"),
+        (lambda: ConvDMFA(3, widths=(8, "a", 8)), "widths must be a tuple of integers of at least 1"),
+        (lambda: ConvDMFA(3, depths=(1, 1, 0, 1, 1)), "depths must be a tuple of integers of at least 1"),
+        (lambda: ConvDMFA(10**12), "channels, components and rank must make a layer of ordinary size"),
+    ],
+)
+def test_bad_arguments_of_densities(make: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_bad_arguments_of_em() -> None:
+    x, observed = torch.rand(20, 1, 4, 4), torch.ones(20, 1, 4, 4, dtype=torch.bool)
+    for option, value in (
+        ("iterations", 0),
+        ("tolerance", math.nan),
+        ("tolerance", "x"),
+        ("minibatch", 0),
+        ("seed", 1.5),
+    ):
+        with pytest.raises(ValueError, match=f"{option} must be a"):
+            SMFA(2, 1).fit(x, observed, **{option: value})
+    with pytest.raises(TypeError, match=r"on_iteration must be a function of \(number, log-likelihood\), got 3"):
+        SMFA(2, 1).fit(x, observed, on_iteration=3)
+    with pytest.raises(TypeError, match="x must yield its batches anew each time it is iterated, .* got a generator"):
+        SMFA(2, 1).fit((x, observed) for _ in range(2))
+    for data in (3, None, "images", x.cpu().numpy(), {"x": x}):
+        with pytest.raises(
+            TypeError, match=r"x must be images \(N, C, H, W\), or yield batches \(x, observed\), got a"
+        ):
+            SMFA(2, 1).fit(data)
+    with pytest.raises(TypeError, match=r"x must yield pairs \(x, observed\), got a float"):
+        SMFA(2, 1).fit([x])
+    with pytest.raises(RuntimeError, match=r"this SMFA is not being fitted; call begin\(x, observed\) first"):
+        SMFA(2, 1, shape=(1, 4, 4)).iterate(x, observed)
+    fitted = SMFA(2, 1).fit(x, observed, iterations=2)
+    with pytest.raises(ValueError, match=r"x must hold images of \(1, 4, 4\), got"):
+        fitted.iterate(x[:, :, 1:], observed[:, :, 1:])
+    with pytest.raises(ValueError, match=r"tensors must be those of SMFA.resumable"):
+        fitted.resume(x, {"em.logits": torch.zeros(2)}, [], 0.1)
+
+
+def test_one_small_image_in_training_mode_is_refused_in_words() -> None:
+    density, x = ConvDMFA(1, rank=1), torch.rand(1, 1, 4, 4)
+    with pytest.raises(
+        ValueError, match=r"x must hold several images of this size in training mode, .*density.eval\(\)"
+    ):
+        density(x, x > 0.5)
+    assert density.eval()(x, x > 0.5).shape == x.shape
+    assert density.train()(torch.rand(1, 1, 5, 4), torch.rand(1, 1, 5, 4) > 0.5).shape == (1, 1, 5, 4)
+
+
+# Devices, types and modes ------------------------------------------------------------------------------------------
+
+
+def densities() -> dict[str, nn.Module]:
+    x, observed = torch.rand(20, 2, 7, 10), torch.rand(20, 1, 7, 10) < 0.9
+    linear, convolutional = networks(2, 2)
+    return {"linear": linear, "convolutional": convolutional, "em": SMFA(2, 2).fit(x, observed, iterations=2)}
+
+
+@pytest.mark.parametrize("name", densities())
+def test_where_everything_is_is_said_in_one_sentence(name: str) -> None:
+    density = densities()[name].eval()
+    device = next(density.buffers()).device
+    x, observed = torch.rand(2, 2, 7, 10), torch.rand(2, 1, 7, 10) < 0.6
+    for images, seen, module in (
+        (x.to("meta"), observed, density),
+        (x, observed.to("meta"), density),
+        (x, observed, copy.deepcopy(density).to("meta")),
+    ):
+        with pytest.raises(ValueError, match="x, observed and the density must be on one device, got x on") as error:
+            module(images, seen)
+        where = next(module.buffers()).device
+        assert str(error.value).endswith(f"x on {images.device}, observed on {seen.device} and the density on {where}")
+    assert density(x, observed).device == device
+
+
+@pytest.mark.parametrize("name", densities())
+@pytest.mark.parametrize("images", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("own", [torch.float64, torch.float32])
+def test_images_in_another_type_than_the_density(name: str, images: torch.dtype, own: torch.dtype) -> None:
+    """The MFA has the type of the images, or of the density where that of the images is half precision."""
+    density = densities()[name].eval().to(own)
+    x, observed = torch.rand(2, 2, 7, 10).to(images), torch.rand(2, 1, 7, 10) < 0.6
+    p = density(x.masked_fill(~observed, math.nan), observed)
+    assert p.dtype == (images if images.itemsize >= 4 else own)
+    seen = observed.expand(x.shape)
+    assert torch.equal(p.mean[seen], x[seen].to(p.dtype))
+    same = density(x.to(own), observed)
+    torch.testing.assert_close(p.mean, same.mean.to(p.dtype), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(p.variance, same.variance.to(p.dtype), rtol=1e-4, atol=1e-4)
+    filled = impute.by_density(density)(x, observed)
+    assert filled.dtype == images
+    assert torch.equal(filled[seen], x[seen])
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_em_leaves_device_type_and_mode_as_they_were(mode: bool) -> None:
+    """A module with parameters keeps them where they are; a fresh one follows the images."""
+    x, observed = torch.rand(20, 1, 4, 4, dtype=torch.float32), torch.rand(20, 1, 4, 4) < 0.9
+    device = x.device
+    density = SMFA(2, 1, shape=(1, 4, 4)).double().train(mode)
+    fitted = density.fit(x.cpu(), observed.cpu(), iterations=3)
+    assert fitted is density
+    assert fitted.training == mode
+    assert (fitted.means.dtype, fitted.means.device) == (torch.float64, device)
+    again = SMFA(2, 1).fit(x, observed, iterations=3)
+    assert (again.means.dtype, again.means.device) == (torch.float32, device)
+    torch.testing.assert_close(fitted.means.float(), again.means)
+    batches = [(x[:10].cpu(), observed[:10].cpu()), (x[10:].cpu(), observed[10:].cpu())]
+    assert SMFA(2, 1, shape=(1, 4, 4)).fit(batches, iterations=2).means.device == device
+    assert SMFA(2, 1).fit(x.half(), observed, iterations=2).means.dtype == torch.float32
+    assert SMFA(2, 1).fit(x.requires_grad_(), observed, iterations=2).means.grad_fn is None
+
+
+def test_em_goes_on_where_it_was(tmp_path: Path) -> None:
+    x, observed = torch.rand(30, 1, 4, 4), torch.rand(30, 1, 4, 4) < 0.9
+    whole = SMFA(2, 1)
+    whole.begin(x, observed)
+    for _ in range(3):
+        whole.iterate(x, observed)
+    kept, history, floor = whole.resumable(), list(whole.history), whole.floor
+    other = SMFA(2, 1)
+    other.resume(x, kept, history, floor)
+    for density in (whole, other):
+        density.iterate(x, observed)
+    assert whole.history == other.history
+    assert torch.equal(whole.noise, other.noise)
+    assert whole.gain() == other.gain()
+
+
+@pytest.mark.parametrize("kind", ["channels_last", "expanded", "strided"])
+def test_the_layout_of_images_does_not_matter(kind: str) -> None:
+    x, observed = torch.rand(4, 2, 7, 10), torch.rand(4, 1, 7, 10) < 0.6
+    odd = {
+        "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last),
+        "expanded": lambda t: t[:1].expand(4, -1, -1, -1),
+        "strided": lambda t: t.mT.contiguous().mT,
+    }[kind]
+    dense = odd(x).contiguous(), odd(observed).contiguous()
+    for density in densities().values():
+        p, q = density.eval()(odd(x), odd(observed)), density(*dense)
+        torch.testing.assert_close(p.mean, q.mean)
+        torch.testing.assert_close(p.variance, q.variance)

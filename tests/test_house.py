@@ -16,14 +16,15 @@ SOURCE = Path(misconv.__file__).parent
 MAY_IMPORT = {
     "_checks": {"torch", "numpy", "mfa"},  # mfa for its type alone
     "_linalg": {"torch"},
-    "missing": {"torch", "_checks"},
+    "_arguments": {"numpy", "torch", "_checks"},
+    "missing": {"numpy", "torch", "_arguments", "_checks"},
     "_path": {"torch"},
     "_padding": {"torch"},
     "_launch": {"torch"},
     "_triton_mfa": {"triton"},
     "_triton_score": {"torch", "triton", "_launch", "_triton_mfa"},
     "_likelihood": {"torch", "_linalg"},
-    "mfa": {"torch", "_checks", "_likelihood", "_path", "_triton_score"},
+    "mfa": {"torch", "_arguments", "_checks", "_likelihood", "_path", "_triton_score"},
     "_expectations": {"torch", "_checks"},
     "_triton_expectations": {"triton"},
     "_triton_conv": {"triton", "_triton_expectations"},

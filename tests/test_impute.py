@@ -331,3 +331,37 @@ def test_bad_images(name: str, values_are_checked: None) -> None:
     if name in ("Mean", "KNN"):
         with pytest.raises(ValueError, match="x must be finite wherever it is observed, got inf"):
             IMPUTERS[name](x, observed)
+
+
+@pytest.mark.parametrize("make", [impute.Mean, impute.KNN])
+def test_a_fitted_imputer_stays_where_it_is(make: Callable[[], impute.Mean | impute.KNN]) -> None:
+    x, observed = torch.randn(6, 1, 3, 3), torch.rand(6, 1, 3, 3) < 0.6
+    imputer = make().fit(x, observed).eval()
+    again = imputer.fit(x.cpu(), observed.cpu())
+    assert again is imputer
+    assert not again.training
+    assert all(buffer.device == x.device for buffer in again.buffers())
+    torch.testing.assert_close(again(x, observed), make().fit(x, observed)(x, observed))
+    with pytest.raises(
+        ValueError, match="x must have the shape .* and the device .* of the fitted images, got .* on meta"
+    ):
+        imputer(x.to("meta"), observed.to("meta"))
+    for call in (imputer, imputer.fit, impute.zero):
+        with pytest.raises(ValueError, match="observed must be on the device of the images, .*, got .* on meta"):
+            call(x, observed.to("meta"))
+
+
+def test_a_density_must_answer_for_the_images() -> None:
+    x, observed = torch.randn(4, 2, 3, 3), torch.rand(4, 1, 3, 3) < 0.5
+    with pytest.raises(
+        ValueError, match=r"density must return an MFA of shape \(4, 2, 3, 3\) on .*, got one of shape \(2, 2, 3, 3\)"
+    ):
+        impute.by_density(lambda x, observed: random_mfa(2, 1, 1, (2, 3, 3)))(x, observed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_by_density_keeps_the_type_of_the_images(dtype: torch.dtype) -> None:
+    x, observed = torch.randn(4, 2, 3, 3).to(dtype), torch.rand(4, 1, 3, 3) < 0.5
+    filled = impute.by_density(lambda x, observed: random_mfa(4, 2, 1, (2, 3, 3)).to(torch.float32))(x, observed)
+    assert filled.dtype == dtype
+    assert torch.equal(filled[observed.expand(x.shape)], x[observed.expand(x.shape)])

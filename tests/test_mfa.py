@@ -3,8 +3,10 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -432,3 +434,127 @@ def test_values_are_not_looked_at_when_told_so() -> None:
     MFA(**negative, check=False)
     with pytest.raises(ValueError, match="noise"):
         MFA(**negative, check=True)
+
+
+# Some of the images ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("index", "rows"),
+    [
+        (1, [1]),
+        (-1, [3]),
+        (np.int64(2), [2]),
+        (np.uint8(3), [3]),
+        (torch.tensor(1), [1]),
+        (torch.tensor(-2), [2]),
+        (torch.tensor(3, dtype=torch.uint8), [3]),
+        (torch.tensor([3, 1], dtype=torch.uint8), [3, 1]),
+        (slice(None), [0, 1, 2, 3]),
+        (slice(1, None, 2), [1, 3]),
+        (slice(None, None, -1), [3, 2, 1, 0]),
+        (slice(-1, -3, -1), [3, 2]),
+        (slice(2, 2), []),
+        (slice(7, 9), []),
+        ([], []),
+        ([0, -1], [0, 3]),
+        (range(1, 3), [1, 2]),
+        ([True, False, False, True], [0, 3]),
+        (np.array([2, 0]), [2, 0]),
+        (np.array([False, True, False, False]), [1]),
+        (torch.tensor([], dtype=torch.long), []),
+        (torch.tensor([False] * 4), []),
+    ],
+)
+def test_any_index_keeps_the_batch(index: Any, rows: list[int]) -> None:
+    p = random_mfa(4, 2, 2, (1, 3, 3), torch.rand(4, 1, 3, 3) < 0.5)
+    q = p[index]
+    assert len(q) == len(rows)
+    for name in ("logits", "means", "factors", "noise", "observed"):
+        assert torch.equal(getattr(q, name), getattr(p, name)[torch.tensor(rows, dtype=torch.long)])
+    assert q.mean.shape == (len(rows), 1, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("index", "error", "message"),
+    [
+        (4, IndexError, "index must be one of 4 images, got 4"),
+        (-5, IndexError, "index must be one of 4 images, got -5"),
+        (torch.tensor(9), IndexError, "index must be one of 4 images, got 9"),
+        ([0, 4], IndexError, "index must be one of 4 images, got 4"),
+        (True, TypeError, "index must be an integer, a slice, or a list or tensor of integers or of 4 bools, got True"),
+        (torch.tensor(True), TypeError, "index must be an integer"),
+        (1.0, TypeError, "index must be an integer, .* got 1.0"),
+        (None, TypeError, "index must be an integer, .* got None"),
+        (..., TypeError, "index must be an integer"),
+        ("0", TypeError, "index must be an integer"),
+        ((0, 1), TypeError, "index must be an integer"),
+        ([[0, 1]], TypeError, "index must be an integer"),
+        ([0.5], TypeError, "index must be an integer"),
+        ([True, False], TypeError, "of 4 bools, got"),
+        (torch.ones(4), TypeError, "index must be an integer"),
+        (torch.ones(2, 2, dtype=torch.long), TypeError, "index must be an integer"),
+        (slice(0, 1.5), TypeError, "index must be a slice of integers, got"),
+        (slice(None, None, 0), ValueError, "index must be a slice of integers, got"),
+    ],
+)
+def test_bad_indices(index: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        random_mfa(4, 2, 2, (1, 3, 3))[index]
+
+
+# Other calls -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", [MFA.condition, MFA.fix])
+def test_what_was_observed_must_be_said(call: Callable[..., object]) -> None:
+    """None would mean that nothing is exact in `MFA(…, observed=None)`, and every pixel in `log_prob`."""
+    p = random_mfa(2, 1, 1, (1, 3, 3))
+    with pytest.raises(
+        TypeError, match=r"observed must be a bool tensor, .* got None; for complete images it is torch.ones_like"
+    ):
+        call(p, torch.randn(p.shape), None)
+
+
+def test_bad_calls() -> None:
+    p = random_mfa(2, 1, 1, (1, 3, 3))
+    x = torch.randn(p.shape)
+    for given_to in ("nowhere", "cuda:99", 3.5, torch.int32, torch.float8_e4m3fn, [1]):
+        with pytest.raises(ValueError, match="to must be given") as error:
+            p.to(given_to)
+        assert len(str(error.value).splitlines()) == 1
+    with pytest.raises(TypeError, match="check must be True, False or None, got 'yes'"):
+        MFA(p.logits, p.means, p.factors, p.noise, check="yes")
+    with pytest.raises(TypeError, match="generator must be a torch.Generator or None, got 3"):
+        p.sample(1, generator=3)
+    with pytest.raises(ValueError, match="count must be at most .* for this MFA, got"):
+        p.sample(10**12)
+    for odd in (x.to_sparse(), torch.nested.nested_tensor([x[0], x[1]])):
+        with pytest.raises((TypeError, ValueError), match="x must"):
+            p.log_prob(odd)
+    for call in (p.log_prob, p.condition, p.fix):
+        with pytest.raises(ValueError, match="x must have the shape .* and device .* of the MFA, got .* on meta"):
+            call(x.to("meta"), torch.ones(2, 1, 3, 3, dtype=torch.bool))
+        with pytest.raises(ValueError, match="must be on the device of the images, .*, got .* on meta"):
+            call(x, torch.ones(2, 1, 3, 3, dtype=torch.bool, device="meta"))
+        with pytest.raises(
+            ValueError, match="x must have the shape .*, dtype .* and device .* of the MFA, got a float16"
+        ):
+            call(x.half(), torch.ones(2, 1, 3, 3, dtype=torch.bool))
+
+
+def test_one_generator_serves_every_device() -> None:
+    p = random_mfa(2, 2, 2, (1, 3, 3))
+    here, there = (q.sample(3, generator=torch.Generator("cpu").manual_seed(1)) for q in (p, p.to("cpu")))
+    assert here.device == p.device
+    torch.testing.assert_close(here.cpu(), there)
+
+
+@pytest.mark.parametrize("type_", [torch.float16, torch.bfloat16])
+def test_half_precision_samples_and_moments(type_: torch.dtype) -> None:
+    p = random_mfa(2, 2, 2, (1, 3, 3), torch.rand(2, 1, 3, 3) < 0.5)
+    half = p.to(type_)
+    drawn = half.sample(4000)
+    assert drawn.dtype == type_
+    torch.testing.assert_close(half.variance.to(p.dtype), p.variance, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(drawn.to(p.dtype).mean(0), p.mean, rtol=0.2, atol=0.2)

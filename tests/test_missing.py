@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -189,7 +191,7 @@ def test_bad_images_and_options() -> None:
         TypeError, match=r"x must be a floating-point image, got a uint8 tensor of shape \(1, 1, 2, 2\)"
     ):
         observe(torch.zeros(1, 1, 2, 2, dtype=torch.uint8))
-    with pytest.raises(TypeError, match="x must be a torch.Tensor of images"):
+    with pytest.raises(TypeError, match=r"x must be a torch.Tensor of images .*, a numpy array or a PIL image, got"):
         observe([[1.0]])
     with pytest.raises(ValueError, match=r"x must have shape \(B, C, H, W\) with no empty dimension, got"):
         observe(torch.zeros(2, 2))
@@ -211,3 +213,122 @@ def test_bad_images_and_options() -> None:
         missing.channels(2, 8, 8, channels=0)
     with pytest.raises(ValueError, match="strokes must be an integer of at least 1"):
         missing.free_form(2, 8, 8, strokes=0)
+
+
+# What others hold images in ----------------------------------------------------------------------------------------
+
+READING = [[[[1, -9999], [0, 4]]]]
+
+
+@pytest.mark.parametrize("kind", ["<i2", ">i2", "<i4", "<i8", "<f4", ">f4", "<f8", ">f8"])
+def test_observe_takes_numpy_in_any_order_of_bytes(kind: str) -> None:
+    array = np.array(READING, kind)
+    array.flags.writeable = False
+    values, observed = observe(array, nodata=-9999)
+    assert observed.flatten().tolist() == [True, False, True, True]
+    assert values.flatten().tolist() == [1, 0, 0, 4]
+    assert (
+        values.dtype == {"i": torch.get_default_dtype(), "f": torch.float32 if "4" in kind else torch.float64}[kind[1]]
+    )
+    backwards, _ = observe(array[..., ::-1], nodata=-9999)
+    assert torch.equal(backwards, values.flip(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16])
+def test_observe_takes_integers_with_nodata(dtype: torch.dtype) -> None:
+    values, observed = observe(torch.tensor([[[[7, 250], [0, 250]]]]).to(dtype), nodata=250)
+    assert values.dtype == torch.get_default_dtype()
+    assert values.flatten().tolist() == [7, 0, 0, 0]
+    assert observed.flatten().tolist() == [True, False, True, False]
+
+
+def test_observe_takes_masked_arrays() -> None:
+    for kind in ("f4", "i4"):
+        values, observed = observe(np.ma.masked_equal(np.array(READING, kind), 4))
+        assert observed.flatten().tolist() == [True, True, True, False]
+        assert values.flatten().tolist() == [1, -9999, 0, 0]
+    values, observed = observe(np.ma.masked_equal(np.array(READING, "f4"), 4), nodata=-9999)
+    assert observed.flatten().tolist() == [True, False, True, False]
+
+
+def test_observe_takes_pil_images() -> None:
+    image = pytest.importorskip("PIL.Image")
+    pixels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+    values, observed = observe(image.fromarray(pixels), nodata=0)
+    assert values.shape == (1, 3, 2, 4)
+    assert torch.equal(values[0].cpu(), torch.tensor(pixels, device="cpu").permute(2, 0, 1).to(values.dtype))
+    assert (~observed).sum() == 1
+    assert observe(image.fromarray(pixels))[1].all()
+    values, observed = observe(image.fromarray(np.array([[1.5, np.nan]], np.float32)))
+    assert values.tolist() == [[[[1.5, 0.0]]]]
+    assert observed.tolist() == [[[[True, False]]]]
+    for mode in ("RGBA", "P", "1"):
+        with pytest.raises(
+            TypeError, match=f"x must be a PIL image of mode L, I, F or RGB, got mode {mode}; convert it"
+        ):
+            observe(image.new(mode, (3, 2)))
+
+
+@pytest.mark.parametrize(
+    ("x", "nodata", "error", "message"),
+    [
+        (
+            np.zeros((1, 1, 2, 2), np.uint8),
+            None,
+            TypeError,
+            "x must be a floating-point image, got a uint8 .*integers need nodata",
+        ),
+        (
+            np.zeros((1, 1, 2, 2), np.uint8),
+            -9999,
+            ValueError,
+            "nodata must be an integer that uint8 can hold, as x does, got -9999",
+        ),
+        (np.zeros((1, 1, 2, 2), np.int16), 0.5, ValueError, "nodata must be an integer that int16 can hold"),
+        (np.zeros((1, 1, 2, 2), np.int16), math.nan, ValueError, "nodata must be an integer that int16 can hold"),
+        (np.zeros((1, 1, 2, 2), np.float32), 10**400, ValueError, "nodata must be a number that a float can hold"),
+        (np.zeros((1, 1, 2, 2), np.float32), np.zeros(3), TypeError, "nodata must be a number or None"),
+        (np.zeros((1, 1, 2, 2), np.float32), np.True_, TypeError, "nodata must be a number or None"),
+        (
+            np.zeros((1, 1, 2, 2), bool),
+            None,
+            TypeError,
+            "x must hold floating-point numbers or integers, got an array of bool",
+        ),
+        (
+            np.zeros((1, 1, 2, 2), complex),
+            None,
+            TypeError,
+            "x must hold floating-point numbers or integers, got an array of complex128",
+        ),
+        (np.array([[[["a"]]]]), None, TypeError, "x must hold floating-point numbers or integers"),
+        (np.zeros((3, 4, 4)), None, ValueError, r"x must have shape \(B, C, H, W\)"),
+        (np.zeros((3, 4, 4), np.int16), 0, ValueError, r"x must have shape \(B, C, H, W\)"),
+        (None, None, TypeError, "x must be a torch.Tensor of images .* got None"),
+        ("image.png", None, TypeError, "x must be a torch.Tensor of images .* got 'image.png'"),
+    ],
+)
+def test_bad_arrays(x: Any, nodata: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        observe(x, nodata)
+
+
+def test_nodata_of_numpy() -> None:
+    x = torch.tensor([1.0, -3.4028234663852886e38], dtype=torch.float32).view(1, 1, 1, 2)
+    for nodata in (np.float32(-3.4028235e38), np.float64(-3.4028234663852886e38), -3.4028234663852886e38):
+        assert observe(x, nodata)[1].flatten().tolist() == [True, False]
+    assert observe(x.round(), np.int16(1))[1].flatten().tolist() == [False, True]
+
+
+def test_devices_that_are_not_there_and_sizes_beyond_memory() -> None:
+    for device in ("nowhere", "cuda:99", [0], 3.5):
+        with pytest.raises(ValueError, match="device must be one that this machine has, got"):
+            missing.square(2, 8, 8, device=device)
+    with pytest.raises(ValueError, match=r"batch, height and width must make at most 2\*\*34 pixels, got"):
+        missing.noise(10**9, 10**9, 10**9)
+    with pytest.raises(ValueError, match="strokes and turns must make at most 10,000 pieces, got"):
+        missing.free_form(1, 8, 8, strokes=10**9)
+    seen = torch.ones(2, 3, 4, 4, dtype=torch.bool)
+    for drawn in (3, seen[:1], seen.float(), seen[:, :2], seen.to("meta")):
+        with pytest.raises(ValueError, match=r"shape must draw bool regions \(2, 1, 4, 4\) or \(2, 3, 4, 4\), got"):
+            missing.hide(seen, lambda *_, drawn=drawn, **__: drawn)

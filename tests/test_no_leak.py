@@ -5,15 +5,20 @@ The same for the factors and the noise that an MFA holds at observed pixels.
 
 from __future__ import annotations
 
+import copy
 import math
+import os
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from misconv import MFA, MisConv2d, PartialConv2d, observe
+from misconv import MFA, SMFA, ConvDMFA, LinearDMFA, MisConv2d, PartialConv2d, impute, observe
+from misconv._likelihood import NOISE_FLOOR
 from misconv.functional import conv2d_moments, expected_activation, expected_conv2d, partial_conv2d
+from misconv.predict import predictive
 from tests.reference import random_mfa
 
 SHAPE = (2, 3, 6, 6)
@@ -139,3 +144,96 @@ def test_observe_forgets_what_was_coded_as_missing() -> None:
 def test_nan_where_observed_is_refused(call: Callable[..., object], values_are_checked: None) -> None:
     with pytest.raises(ValueError, match="x must be finite wherever it is observed"):
         call(random_mfa(2, 1, 1, SHAPE[1:]), torch.full(SHAPE, math.nan), torch.ones(2, 1, 6, 6, dtype=torch.bool))
+
+
+# Whatever learns from images, or answers for them -------------------------------------------------------------------
+
+
+def states(*modules: nn.Module) -> list[Tensor]:
+    return [value for module in modules for value in module.state_dict().values()]
+
+
+def parts(p: MFA) -> list[Tensor]:
+    return [p.logits, p.means, *p.pinned()[1:], p.mean, p.variance, p.weights]
+
+
+def of_learners() -> dict[str, Callable[[Tensor, Tensor], list[Tensor]]]:
+    """What is learned from images, and what densities and imputers say of them; everything a caller could look at."""
+    fresh = torch.Generator(torch.get_default_device()).manual_seed(9)
+    other, seen = torch.randn(12, *SHAPE[1:], generator=fresh), torch.rand(12, 1, 6, 6, generator=fresh) < 0.8
+    fitted = SMFA(2, 2).fit(other, seen, iterations=3)
+    networks: list[nn.Module] = [
+        LinearDMFA(SHAPE[1:], 2, 2),
+        ConvDMFA(3, 2, 2, widths=(6, 8), depths=(1, 1, 1), skips=True),
+    ]
+
+    def em(x: Tensor, o: Tensor, **options: int) -> list[Tensor]:
+        density = SMFA(2, 1).fit(x, o, iterations=3, **options)
+        return [*states(density), torch.tensor(density.history), *density.resumable().values()]
+
+    def calibrated(x: Tensor, o: Tensor) -> list[Tensor]:
+        network = ConvDMFA(3, widths=(4,), depths=(1,), rank=0)
+        network.calibrate(x, o)
+        return [network.center, network.scale]
+
+    def answered(density: nn.Module, mode: bool, x: Tensor, o: Tensor) -> list[Tensor]:
+        density = copy.deepcopy(density).train(mode)
+        return [*parts(density(x, o)), *states(density)]
+
+    cases: dict[str, Callable[[Tensor, Tensor], list[Tensor]]] = {
+        "EM": em,
+        "EM, minibatches": lambda x, o: em(x, o, minibatch=2),
+        "EM, batches": lambda x, o: states(SMFA(2, 1).fit([(x[:4], o[:4]), (x[4:], o[4:])], iterations=2)),
+        "calibrate": calibrated,
+        "SMFA": lambda x, o: parts(fitted(x, o)),
+        "Mean": lambda x, o: [*states(impute.Mean().fit(x, o)), impute.Mean().fit(other, seen)(x, o)],
+        "KNN": lambda x, o: [*states(impute.KNN(2).fit(x, o)), impute.KNN(2).fit(other, seen)(x, o)],
+        "zero": lambda x, o: [impute.zero(x, o)],
+        "by_density": lambda x, o: [impute.by_density(fitted)(x, o)],
+        "predictive": lambda x, o: list(
+            vars(
+                predictive(
+                    lambda p: p.mean.flatten(1)[:, :3], fitted(x, o), 3, generator=torch.Generator().manual_seed(2)
+                )
+            ).values()
+        ),
+    }
+    for network in networks:
+        for mode in (True, False):
+            cases[f"{type(network).__name__}, {mode}"] = partial(answered, network, mode)
+    return cases
+
+
+@pytest.mark.parametrize("name", of_learners())
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_hidden_values_are_neither_learned_nor_answered(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    function = of_learners()[name]
+    clean = torch.randn(8, *SHAPE[1:], dtype=dtype)
+    for planes in (1, 3):
+        observed = torch.rand(8, planes, 6, 6) < 0.6
+        observed[0] = True  # every pixel is seen once
+        torch.manual_seed(2)
+        expected = function(clean, observed)
+        for poison in POISON:
+            x = poisoned(clean, ~observed, poison).detach()
+            torch.manual_seed(2)
+            found = function(x, observed)
+            assert len(found) == len(expected)
+            for a, b in zip(found, expected, strict=True):
+                assert torch.equal(a, b), f"{poison} leaks"
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_kernels_read_nothing_hidden(rank: int) -> None:
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") != "1":
+        pytest.skip("without a GPU, Triton runs in its interpreter alone: TRITON_INTERPRET=1")
+    kernels = pytest.importorskip("misconv._triton_score")
+    p = random_mfa(2, 2, rank, SHAPE[1:], torch.rand(2, 1, 6, 6) < 0.3)
+    for observed in masks():
+        clean = torch.randn(SHAPE)
+        expected = kernels.condition(*p._parameters(), clean, observed, p.observed, floor=NOISE_FLOOR)
+        for poison in POISON:
+            x = poisoned(clean, ~observed, poison).detach()
+            found = kernels.condition(*p._parameters(), x, observed, p.observed, floor=NOISE_FLOOR)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), f"{poison} leaks"

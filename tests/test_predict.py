@@ -60,5 +60,23 @@ def test_bad_arguments() -> None:
         predictive(Network(), torch.zeros(2, 2, 6, 6))
     with pytest.raises(ValueError, match="samples must be an integer of at least 1, got 0"):
         predictive(Network(), p, samples=0)
-    with pytest.raises(ValueError, match=r"network must return logits \(B, classes\), got"):
+    with pytest.raises(ValueError, match=r"network must return logits \(B, classes\), with B = 2, got"):
         predictive(lambda p: p.mean, p)
+    with pytest.raises(ValueError, match=r"network must return logits \(B, classes\), with B = 2, got"):
+        predictive(lambda p: torch.zeros(3, 4), p)
+    with pytest.raises(TypeError, match="network must be a module or function MFA -> logits"):
+        predictive(3, p)
+    with pytest.raises(TypeError, match="generator must be a torch.Generator or None, got 3"):
+        predictive(Network(), p, generator=3)
+
+
+def test_the_share_of_doubt_holds_for_tiny_probabilities() -> None:
+    """A class of probability 1e-13 that hangs on one missing pixel: all of its doubt is due to that pixel."""
+    ones = torch.ones(1, 1, 1, 1, 1, dtype=torch.float64)
+    p = MFA(torch.zeros(1, 1, dtype=torch.float64), 0 * ones, torch.zeros(1, 1, 0, 1, 1, 1, dtype=torch.float64), ones)
+    result = predictive(lambda q: torch.stack([0 * q.mean.flatten(), 0.5 * q.mean.flatten() - 30], 1), p, 64)
+    doubt = result.probabilities * (1 - result.probabilities)
+    torch.testing.assert_close(result.share, result.variance / doubt, rtol=1e-9, atol=0)
+    assert (result.share > 0).all()
+    sure = predictive(lambda q: torch.tensor([[0.0, -1e4]]), p, 4)
+    assert sure.share.tolist() == [[0.0, 0.0]]

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from misconv.mfa import MFA
 
 __all__ = [
-    "as_rows",
     "check_dense",
     "check_fraction",
     "check_images",
@@ -36,7 +35,6 @@ __all__ = [
     "check_seen_finite",
     "check_size",
     "describe",
-    "generator_device",
     "is_integer",
     "is_number",
     "readable",
@@ -336,53 +334,3 @@ def check_mfa(p: MFA, check: bool | None) -> None:
 def _first(values: Tensor, bad: Tensor) -> str:
     place = tuple(int(i) for i in bad.nonzero()[0])
     return f"{values[place].item()} at {place}"
-
-
-def generator_device(generator: torch.Generator | None, otherwise: torch.device) -> torch.device:
-    """Where random numbers are drawn: where the generator lives, and without one where they are wanted."""
-    if generator is None:
-        return otherwise
-    if not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator or None, got {describe(generator)}")
-    return generator.device
-
-
-def as_rows(index: object, count: int, device: torch.device) -> slice | Tensor:
-    """An index of `count` images as a slice or as a tensor (m,), with which the batch dimension stays."""
-    if isinstance(index, slice):
-        try:
-            rows = range(*index.indices(count))
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"index must be a slice of integers, got {describe(index)}") from error
-        return index if rows.step > 0 else torch.tensor(list(rows), dtype=torch.int64, device=device)
-    chosen = _as_index(index)
-    if chosen is None or (chosen.dtype == torch.bool and chosen.shape != (count,)):
-        raise TypeError(
-            f"index must be an integer, a slice, or a list or tensor of integers or of {count} bools, got "
-            f"{describe(index)}"
-        )
-    if chosen.dtype != torch.bool and readable(chosen):
-        bad = (chosen < -count) | (chosen >= count)
-        if bad.any():
-            raise IndexError(f"index must be one of {count} images, got {int(chosen[bad][0])}")
-    return chosen.to(device)
-
-
-def _as_index(index: object) -> Tensor | None:
-    """Integers (m,) or bools (m,), one integer as (1,); None for what is neither."""
-    if isinstance(index, list | range):
-        index = list(index)
-        if not index:
-            return torch.zeros(0, dtype=torch.int64, device="cpu")
-    elif isinstance(index, bool) or not (isinstance(index, int | Tensor) or hasattr(index, "__array__")):
-        return None
-    try:
-        # On the CPU, where the check of the range can look at it.
-        chosen = index if isinstance(index, Tensor) else torch.as_tensor(index, device="cpu")
-    except (TypeError, ValueError, RuntimeError):
-        return None
-    if chosen.dtype == torch.bool:
-        return chosen if chosen.dim() == 1 else None
-    if chosen.is_floating_point() or chosen.is_complex() or chosen.dim() > 1:
-        return None
-    return chosen.to(torch.int64).reshape(-1)

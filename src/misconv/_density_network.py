@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from misconv._checks import check_images, check_observed, check_seen_finite, check_size, describe
-from misconv._em_data import add_over_processes, unit_of
+from misconv._em_data import add_over_processes, check_representable, unit_of
 from misconv.mfa import MFA
 
 __all__ = [
+    "MOST_WEIGHTS",
     "Network",
-    "check_device",
+    "check_devices",
     "check_floor",
     "check_rank",
     "check_seed",
@@ -23,6 +25,7 @@ __all__ = [
     "result_type",
 ]
 
+MOST_WEIGHTS = 2**34  # of a layer, or parameters of an SMFA: 64 GiB in float32
 # Standardised pixels beyond this are cut off at it: an outlier of 1e20 would overflow the squares of BatchNorm.
 _FARTHEST = 1e4
 
@@ -44,13 +47,20 @@ class Network(nn.Module):
         check_size("components", components)
         check_rank(rank)
         check_floor(noise_floor)
-        self.channels, self.components, self.rank, self.noise_floor = channels, components, rank, noise_floor
+        if 9 * 128 * components * max(rank, 1) * channels > MOST_WEIGHTS:
+            raise ValueError(
+                "channels, components and rank must make a layer of ordinary size, got "
+                f"{channels} channels, {components} components and rank {rank}"
+            )
+        self.channels, self.components, self.rank = int(channels), int(components), int(rank)
+        self.noise_floor = float(noise_floor)
         self.register_buffer("center", torch.zeros(channels, 1, 1))
         self.register_buffer("scale", torch.ones(channels, 1, 1))
 
     def _settings(self) -> dict[str, Any]:
         return {"components": self.components, "rank": self.rank, "noise_floor": self.noise_floor}
 
+    @torch.no_grad()
     def calibrate(self, x: Tensor, observed: Tensor) -> None:
         """Measure mean and deviation of the seen pixels of every channel, so that images may have any range."""
         observed = self._check(x, observed)
@@ -63,8 +73,10 @@ class Network(nn.Module):
         center = total / count
         squares = (x.double() - center.view(-1, 1, 1)).where(seen, 0).square().sum((0, 2, 3))
         add_over_processes(squares)
+        scale = unit_of((squares / count).sqrt(), center)
+        check_representable(scale, self.noise_floor, self.scale.dtype)
         self.center.copy_(center.view(-1, 1, 1))
-        self.scale.copy_(unit_of((squares / count).sqrt(), center).view(-1, 1, 1))
+        self.scale.copy_(scale.view(-1, 1, 1))
 
     def _check(self, x: Tensor, observed: Tensor) -> Tensor:
         """Check images and what is seen of them; `observed` as bool."""
@@ -77,8 +89,9 @@ class Network(nn.Module):
 
     def _input(self, x: Tensor, observed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The network's input (B, 2C, H, W) in its own type, the images in that of the result, `observed` as bool."""
+        check_images("x", x)
+        check_devices(x, observed, self.center.device)
         observed = self._check(x, observed)
-        check_device(x, self.center.device)
         own = self.center.dtype
         x = x.to(result_type(x.dtype, own))
         inside = ((x - self.center) / self.scale).where(observed, 0).clamp(-_FARTHEST, _FARTHEST).to(own)
@@ -120,9 +133,14 @@ def part_components(means: nn.Module, noise: nn.Module) -> None:
         noise.bias.fill_(-1.0)
 
 
+def _is_integer(value: object) -> bool:
+    """Of Python or numpy; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def check_rank(rank: int) -> None:
     """An integer, 0 for none."""
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+    if not _is_integer(rank) or rank < 0:
         raise ValueError(f"rank must be an integer of at least 0, got {describe(rank)}")
 
 
@@ -134,14 +152,14 @@ def check_floor(noise_floor: float) -> None:
 
 def check_seed(seed: int) -> None:
     """A number that torch's generators take."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**62) <= seed < 2**62:
+    if not _is_integer(seed) or not -(2**62) <= seed < 2**62:
         raise ValueError(f"seed must be an integer between -2**62 and 2**62, got {describe(seed)}")
 
 
 def check_sizes(name: str, values: Any) -> None:
     """Several counts, each an integer of at least one."""
     right = isinstance(values, tuple | list) and len(values) > 0
-    if not right or not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in values):
+    if not right or not all(_is_integer(v) and v > 0 for v in values):
         raise ValueError(f"{name} must be a tuple of integers of at least 1, got {describe(values)}")
 
 
@@ -151,14 +169,17 @@ def check_shape(shape: Any) -> tuple[int, int, int]:
         raise ValueError(f"shape must be (channels, height, width), got {describe(shape)}")
     for name, value in zip(("channels", "height", "width"), shape, strict=True):
         check_size(name, value)
-    channels, height, width = shape
+    channels, height, width = (int(value) for value in shape)
     return channels, height, width
 
 
-def check_device(x: Tensor, device: torch.device) -> None:
-    """Images where the density is."""
-    if x.device != device:
-        raise ValueError(f"x must be on the device of the density, {device}, got {describe(x)}; move one of them")
+def check_devices(x: Tensor, observed: Tensor, device: torch.device) -> None:
+    """Images and what is seen of them are where the density is."""
+    if isinstance(observed, Tensor) and not x.device == observed.device == device:
+        raise ValueError(
+            f"x, observed and the density must be on one device, got x on {x.device}, observed on {observed.device} "
+            f"and the density on {device}"
+        )
 
 
 def result_type(images: torch.dtype, own: torch.dtype) -> torch.dtype:

@@ -11,7 +11,17 @@ from torch import Tensor
 
 from misconv._checks import check_images, check_observed, check_seen_finite, describe
 
-__all__ = ["Batches", "Units", "add_over_processes", "flatten", "measure", "pairs", "some", "unit_of"]
+__all__ = [
+    "Batches",
+    "Units",
+    "add_over_processes",
+    "check_representable",
+    "flatten",
+    "measure",
+    "pairs",
+    "some",
+    "unit_of",
+]
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 _CHUNK = 4096
@@ -49,6 +59,18 @@ def unit_of(deviation: Tensor, center: Tensor) -> Tensor:
     return torch.where(unit > 0, unit, torch.where(largest > 0, largest, 1))
 
 
+def check_representable(scale: Tensor, noise_floor: float, dtype: torch.dtype) -> None:
+    """Refuse units whose squares, which variances are counted in, the type of the parameters cannot hold."""
+    kind = torch.finfo(torch.promote_types(dtype, torch.float32))
+    low, high = float(scale.min()), float(scale.max())
+    # Denormal numbers serve as long as they have a few digits.
+    if not noise_floor * low**2 > 256 * kind.smallest_normal * kind.eps or not high**2 < kind.max:
+        raise ValueError(
+            f"x must have deviations whose squares {kind.dtype} can hold, got deviations from {low:.1e} to {high:.1e}; "
+            "rescale the images, or use float64 for images and density"
+        )
+
+
 def pairs(
     x: Tensor | Batches,
     observed: Tensor | None,
@@ -72,7 +94,7 @@ def pairs(
     order = torch.arange(len(x), device=x.device)
     if seed is not None:
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed), device="cpu").to(x.device)
-    for part in order.split(size or _CHUNK):
+    for part in order.split(min(size or _CHUNK, len(x))):
         yield x[part].to(device), observed[part].to(device)
 
 

@@ -6,6 +6,7 @@ by `misconv.fit_density`); `SMFA` is one mixture for all images, fitted by EM an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from misconv import _em, _em_data
 from misconv._checks import check_images, check_observed, check_size, describe
 from misconv._density_network import (
+    MOST_WEIGHTS,
     Network,
-    check_device,
+    check_devices,
     check_floor,
     check_rank,
     check_seed,
@@ -29,9 +31,6 @@ from misconv._density_network import (
 from misconv.mfa import MFA
 
 __all__ = ["SMFA", "ConvDMFA", "LinearDMFA"]
-
-
-_MOST_WEIGHTS = 2**34  # 64 GiB in float32
 
 
 class LinearDMFA(Network):
@@ -57,7 +56,7 @@ class LinearDMFA(Network):
         channels, height, width = self.shape = check_shape(shape)
         super().__init__(channels, components, rank, noise_floor)
         weights = 32 * height * width * components * (rank + 2) * channels * height * width
-        if weights > _MOST_WEIGHTS:
+        if weights > MOST_WEIGHTS:
             raise ValueError(
                 f"shape must be that of small images, got {self.shape}, for which the linear layers would have "
                 f"{weights:.0e} weights; use ConvDMFA"
@@ -127,6 +126,8 @@ class ConvDMFA(Network):
         skips: bool = False,
     ) -> None:
         super().__init__(channels, components, rank, noise_floor)
+        if not isinstance(skips, bool):
+            raise TypeError(f"skips must be True or False, got {describe(skips)}")
         check_sizes("widths", widths)
         check_sizes("depths", depths)
         if len(depths) != 2 * len(widths) - 1:
@@ -134,7 +135,8 @@ class ConvDMFA(Network):
                 "depths must be positive, one for each of the widths on the way down, and again on the way up: "
                 f"{2 * len(widths) - 1} for {len(widths)} widths, got {describe(depths)}"
             )
-        self.widths, self.depths, self.skips = tuple(widths), tuple(depths), bool(skips)
+        self.widths, self.depths, self.skips = tuple(map(int, widths)), tuple(map(int, depths)), skips
+        widths, depths = self.widths, self.depths
         layers: list[nn.Module] = []
         inside = 2 * channels
         for level, width in enumerate(widths):
@@ -226,7 +228,7 @@ class SMFA(nn.Module):
         super().__init__()
         check_size("components", components)
         check_rank(rank)
-        self.components, self.rank = components, rank
+        self.components, self.rank = int(components), int(rank)
         self.history: list[float] = []
         self.floor = 0.0
         # What EM works on: float64, in units of the data; None before `begin`.
@@ -250,7 +252,7 @@ class SMFA(nn.Module):
         shape = tuple(self.means.shape[1:])
         if x.shape[1:] != shape:
             raise ValueError(f"x must hold images of {shape}, as this SMFA was fitted to, got {describe(x)}")
-        check_device(x, self.means.device)
+        check_devices(x, observed, self.means.device)
         observed = check_observed("observed", observed, x)
         kind = result_type(x.dtype, self.means.dtype)
         prior = (self.logits, self.means, self.factors, self.noise)
@@ -293,10 +295,14 @@ class SMFA(nn.Module):
             raise ValueError(f"tolerance must be a number, got {describe(tolerance)}")
         if minibatch is not None:
             check_size("minibatch", minibatch)
+        if on_iteration is not None and not callable(on_iteration):
+            raise TypeError(
+                f"on_iteration must be a function of (number, log-likelihood), got {describe(on_iteration)}"
+            )
         self.begin(x, observed, noise_floor=noise_floor, seed=seed)
         memory: _em.Statistics | None = None
         for number in range(1, iterations + 1):
-            memory = self.iterate(x, observed, minibatch=minibatch, memory=memory, seed=seed + number)
+            memory = self.iterate(x, observed, minibatch=minibatch, memory=memory, seed=int(seed) + number)
             if on_iteration is not None:
                 on_iteration(number, self.history[-1])
             if len(self.history) > 1 and self.gain() < tolerance:
@@ -319,6 +325,7 @@ class SMFA(nn.Module):
         units, images, total, like = _em_data.measure(x, observed, device)
         if total < self.components:
             raise ValueError(f"x must hold at least as many images as components, {self.components}, got {total}")
+        _em_data.check_representable(units.scale, noise_floor, like.dtype if self.means is None else self.means.dtype)
         self._allocate(tuple(like.shape[1:]), like.dtype, like.device)
         self._units, self.floor, self.history = units, noise_floor, []
         chosen, mask = _em_data.some(self._standardized(x, observed), images, units.center, limit=2000, seed=seed)
@@ -351,6 +358,7 @@ class SMFA(nn.Module):
             self.history.append(float(sums.likelihood / sums.images))
             return None
         check_size("minibatch", minibatch)
+        minibatch = int(minibatch)
         step = 0 if memory is None else round(float(memory.images))
         likelihood, images = 0.0, 0.0
         for flat, mask in self._standardized(x, observed, minibatch, seed):
@@ -380,7 +388,9 @@ class SMFA(nn.Module):
         """Go on from what `resumable` returned, with images like those it was fitted to."""
         names = ("logits", "means", "factors", "noise", "center", "scale", "seen")
         if any(f"em.{name}" not in tensors for name in names):
-            raise ValueError(f"tensors must be those of SMFA.resumable, em.{', em.'.join(names)}, got {sorted(tensors)}")
+            raise ValueError(
+                f"tensors must be those of SMFA.resumable, em.{', em.'.join(names)}, got {sorted(tensors)}"
+            )
         self._allocate(tuple(images.shape[1:]), images.dtype, images.device)
         logits, means, factors, noise, center, scale, seen = (
             tensors[f"em.{name}"].to(self.means.device) for name in names
@@ -407,6 +417,11 @@ class SMFA(nn.Module):
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         """Room for the parameters; those of a module that has some stay on its device and in its dtype."""
+        if self.components * (self.rank + 2) * math.prod(shape) > MOST_WEIGHTS:
+            raise ValueError(
+                f"components and rank must make at most {MOST_WEIGHTS} parameters for images of {shape}, got "
+                f"{self.components} components of rank {self.rank}"
+            )
         if self.means is not None:
             dtype, device = self.means.dtype, self.means.device
 

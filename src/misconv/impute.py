@@ -47,6 +47,9 @@ class _Fitted(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.empty(0))
 
+    def _device(self, x: Tensor) -> torch.device:
+        return self.mean.device if self.mean.numel() else x.device
+
     def _check_fits(self, x: Tensor) -> None:
         if not self.mean.numel():
             raise RuntimeError(f"{type(self).__name__} must be fitted before use: call .fit(x, observed) first")
@@ -82,8 +85,8 @@ class Mean(_Fitted):
 
     @torch.no_grad()
     def fit(self, x: Tensor, observed: Tensor) -> Self:
-        """Learn the mean of every pixel; returns the module itself."""
-        self.mean = _pixel_means(x, _check(x, observed)).to(x.dtype)
+        """Learn the mean of every pixel; returns the module, which stays on its device if it was fitted before."""
+        self.mean = _pixel_means(x, _check(x, observed)).to(self._device(x), x.dtype)
         return self
 
     @torch.no_grad()
@@ -127,10 +130,10 @@ class KNN(_Fitted):
 
     @torch.no_grad()
     def fit(self, x: Tensor, observed: Tensor) -> Self:
-        """Keep the images and their means; returns the module itself."""
-        observed = _check(x, observed)
-        self.mean = _pixel_means(x, observed).to(x.dtype)
-        self.images, self.seen = torch.where(observed, x, 0), observed.clone()
+        """Keep the images and their means; returns the module, which stays on its device if it was fitted before."""
+        observed, device = _check(x, observed), self._device(x)
+        self.mean = _pixel_means(x, observed).to(device, x.dtype)
+        self.images, self.seen = torch.where(observed, x, 0).to(device), observed.to(device, copy=True)
         return self
 
     @torch.no_grad()
@@ -183,7 +186,12 @@ class _ByDensity(nn.Module):
         p = self.density(x, observed)
         if not isinstance(p, MFA):
             raise TypeError(f"density must return an MFA, got {describe(p)}")
-        return torch.where(observed, x, p.mean)
+        if p.shape != x.shape or p.device != x.device:
+            raise ValueError(
+                f"density must return an MFA of shape {tuple(x.shape)} on {x.device}, as x is, got one of shape "
+                f"{tuple(p.shape)} on {p.device}"
+            )
+        return torch.where(observed, x, p.mean.to(x.dtype))
 
 
 # Mean ----------------------------------------------------------------------------------------------------------------

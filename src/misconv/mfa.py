@@ -15,22 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from misconv._checks import (
-    as_rows,
-    check_images,
-    check_mfa,
-    check_observed,
-    check_seen_finite,
-    check_size,
-    describe,
-    generator_device,
-)
+from misconv._arguments import as_rows, generator_device
+from misconv._checks import check_images, check_mfa, check_observed, check_seen_finite, check_size, describe
 from misconv._likelihood import NOISE_FLOOR, full_precision, log_prob, score, wide_type
 from misconv._path import HAS_TRITON, by_itself, fall_back, is_plain
 
 __all__ = ["MFA"]
 
 _MAX_RANK = 16  # of the fused kernels
+_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MOST_NUMBERS = 2**36  # drawn at once: 256 GiB in float32
 
 
 @dataclass(eq=False, repr=False)
@@ -67,6 +61,8 @@ class MFA:
     check: InitVar[bool | None] = None
 
     def __post_init__(self, check: bool | None) -> None:
+        if check is not None and not isinstance(check, bool):
+            raise TypeError(f"check must be True, False or None, got {describe(check)}")
         if check is not False:
             check_mfa(self, check)
 
@@ -211,7 +207,8 @@ class MFA:
     def fix(self, x: Tensor, observed: Tensor) -> MFA:
         """Pin the observed pixels of an MFA that is conditional already; nothing else is updated.
 
-        Arguments are those of `condition`. This is the last line of a density network: its parameters describe the missing pixels given the others.
+        Arguments are those of `condition`. This is the last line of a density network: its parameters describe the
+        missing pixels given the others.
 
         Example:
             >>> means, noise = torch.zeros(1, 1, 1, 1, 2), torch.ones(1, 1, 1, 1, 2)
@@ -241,6 +238,9 @@ class MFA:
             True
         """
         check_size("count", count)
+        count = int(count)
+        if count * self.means.numel() > _MOST_NUMBERS:
+            raise ValueError(f"count must be at most {_MOST_NUMBERS // self.means.numel()} for this MFA, got {count}")
         device = generator_device(generator, self.device)
         kind = torch.promote_types(self.dtype, torch.float32)  # half precision has no generators
 
@@ -264,12 +264,14 @@ class MFA:
     def to(self, *args: Any, **kwargs: Any) -> MFA:
         """Move or cast all parameters, with the arguments of `torch.Tensor.to`; `observed` stays bool."""
         try:
+            if any(isinstance(value, float | complex) for value in args):  # torch takes their type
+                raise TypeError
             logits, means, factors, noise = (t.to(*args, **kwargs) for t in self._parameters())
-        except (RuntimeError, TypeError) as error:
+        except (AssertionError, RuntimeError, TypeError) as error:
             given = ", ".join(describe(value) for value in (*args, *kwargs.values()))
             raise ValueError(f"to must be given a device or a floating-point dtype that exists, got {given}") from error
-        if not means.is_floating_point():
-            raise ValueError(f"to must be given a floating-point dtype, got {means.dtype}")
+        if means.dtype not in _TYPES:
+            raise ValueError(f"to must be given float16, bfloat16, float32 or float64, got {means.dtype}")
         observed = None if self.observed is None else self.observed.to(means.device)
         return MFA(logits, means, factors, noise, observed, check=False)
 
@@ -319,15 +321,22 @@ class MFA:
         """Check images against this MFA, and the choice of their pixels; the choice as bool."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise TypeError(f"x must be a floating-point image, got {describe(x)}")
+        if x.layout != torch.strided or x.is_nested:
+            raise TypeError("x must be a dense tensor, got a sparse or nested one")
         if x.shape != self.shape or x.dtype != self.dtype or x.device != self.device:
             raise ValueError(
                 f"x must have the shape {tuple(self.shape)}, dtype {self.dtype} and device {self.device} of the MFA, "
                 f"got {describe(x)}"
             )
-        if chosen is None and name == "where":
+        if chosen is not None:
+            chosen = check_observed(name, chosen, x)
+        elif name == "where":
             chosen = torch.ones_like(x, dtype=torch.bool)
         else:
-            chosen = check_observed(name, chosen, x)
+            raise TypeError(
+                f"{name} must be a bool tensor, True where the pixel was seen, got None; for complete images it is "
+                "torch.ones_like(x, dtype=torch.bool)"
+            )
         check_seen_finite("x", x, chosen)
         return chosen
 

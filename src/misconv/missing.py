@@ -7,24 +7,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Real
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from misconv._arguments import INTEGERS, generator_device, read_images
 from misconv._checks import check_fraction, check_images, check_seen_finite, check_size, describe
 
 __all__ = ["channels", "free_form", "hide", "noise", "observe", "square", "stripes", "trapezoid"]
 
 
-def observe(x: Tensor, nodata: float | None = None) -> tuple[Tensor, Tensor]:
+def observe(x: Any, nodata: float | None = None) -> tuple[Tensor, Tensor]:
     """Split coded images into finite values and the pixels that were seen.
 
-    NaN always means missing; so does every value equal to `nodata`, where one is given. Missing pixels come back as
-    zero. This is the door through which data enters, so values are checked here on every device: a pixel that is
-    infinite yet not declared missing is an error.
+    NaN always means missing; so does every value equal to `nodata`, where one is given, and what a masked array of
+    numpy masks. Missing pixels come back as zero. This is the door through which data enters, so values are checked
+    here on every device: a pixel that is infinite yet not declared missing is an error.
 
     Args:
-        x: floating-point images (B, C, H, W).
+        x: images (B, C, H, W), a tensor or a numpy array; or one PIL image (mode L, I, F or RGB), which becomes
+            (1, C, H, W). Integers have no NaN and need `nodata` (without it, all of a PIL image was seen); they come
+            back in torch's default type with the values they had, not divided by 255.
         nodata: the number that stands for "no reading", for example -9999 or ``float("-inf")``.
 
     Returns:
@@ -38,14 +44,38 @@ def observe(x: Tensor, nodata: float | None = None) -> tuple[Tensor, Tensor]:
         >>> x.tolist()
         [[[[0.5, 0.0], [0.0, 2.0]]]]
     """
-    check_images("x", x)
-    if nodata is not None and (isinstance(nodata, bool) or not isinstance(nodata, int | float)):
+    if nodata is not None and (isinstance(nodata, bool | np.bool_) or not isinstance(nodata, Real)):
         raise TypeError(f"nodata must be a number or None, got {describe(nodata)}")
-    observed = ~x.isnan()
-    if nodata is not None:
-        observed = observed & (x != nodata)
-    check_seen_finite("x", x, observed, check=True)
-    return x.where(observed, 0), observed
+    images, absent = read_images(x)
+    if images.dtype in INTEGERS:
+        if nodata is None and absent is None and isinstance(x, Tensor | np.ndarray):
+            raise TypeError(f"x must be a floating-point image, got {describe(images)}; integers need nodata")
+        images, seen = _from_integers(images, nodata)
+    else:
+        check_images("x", images)
+        seen = ~images.isnan() if nodata is None else ~images.isnan() & (images != _as_float(nodata))
+    check_images("x", images)
+    seen = seen if absent is None else seen & ~absent
+    check_seen_finite("x", images, seen, check=images.device.type != "meta")
+    return images.where(seen, 0), seen
+
+
+def _as_float(nodata: float) -> float:
+    try:
+        return float(nodata)
+    except OverflowError:  # an integer of more than 308 digits
+        raise ValueError("nodata must be a number that a float can hold, got a larger one") from None
+
+
+def _from_integers(x: Tensor, nodata: float | None) -> tuple[Tensor, Tensor]:
+    """Integers as floating-point numbers, and which of them are not `nodata`."""
+    kind = torch.iinfo(x.dtype)
+    images = x.to(torch.get_default_dtype())
+    if nodata is None:
+        return images, torch.ones_like(x, dtype=torch.bool)
+    if nodata != nodata or not kind.min <= nodata <= kind.max or nodata != int(nodata):
+        raise ValueError(f"nodata must be an integer that {kind.dtype} can hold, as x does, got {describe(nodata)}")
+    return images, x.long() != int(nodata)
 
 
 def square(
@@ -200,6 +230,8 @@ def free_form(
     hidden = _hidden_count(batch, height, width, fraction)
     check_size("strokes", strokes)
     check_size("turns", turns)
+    if strokes * turns > 10_000:
+        raise ValueError(f"strokes and turns must make at most 10,000 pieces, got {strokes} strokes of {turns} turns")
     draw = _Draw(generator, device)
     rows, columns = draw.grid(height, width)
     distance = torch.full((batch, 1, height, width), math.inf, device=draw.device, dtype=torch.float64)
@@ -315,13 +347,20 @@ def hide(
         >>> (seen & ~less).sum().item()
         392
     """
-    if not isinstance(observed, Tensor) or observed.dtype != torch.bool or observed.dim() != 4:
+    if not _is_region(observed) or observed.dim() != 4:
         raise TypeError(f"observed must be a bool tensor (B, 1 or C, H, W), got {describe(observed)}")
     if not callable(shape):
         raise TypeError(f"shape must be a generator such as misconv.missing.square, got {describe(shape)}")
-    batch, _, height, width = observed.shape
+    batch, planes, height, width = observed.shape
     still = shape(batch, height, width, fraction=fraction, generator=generator, device=observed.device, **options)
+    allowed = ((batch, 1, height, width), (batch, planes, height, width))
+    right = _is_region(still) and still.device == observed.device
+    if not right or (planes > 1 and still.shape not in allowed) or still.shape[::2] != (batch, height):
+        raise ValueError(f"shape must draw bool regions {allowed[0]} or {allowed[1]}, got {describe(still)}")
     return observed & still
+
+
+_MOST_PIXELS = 2**34
 
 
 class _Draw:
@@ -331,11 +370,9 @@ class _Draw:
     """
 
     def __init__(self, generator: torch.Generator | None, device: torch.device | str | None) -> None:
-        if generator is not None and not isinstance(generator, torch.Generator):
-            raise TypeError(f"generator must be a torch.Generator or None, got {describe(generator)}")
-        self.generator = generator
-        self.device = torch.device(device or torch.get_default_device()) if generator is None else generator.device
-        self.wanted = self.device if device is None else torch.device(device)
+        wanted = torch.get_default_device() if device is None else _as_device(device)
+        self.generator, self.device = generator, generator_device(generator, wanted)
+        self.wanted = self.device if device is None else wanted
 
     def uniform(self, batch: int, *shape: int) -> Tensor:
         """Uniform numbers in [0, 1), (B, 1, H, W) with ones for what `shape` leaves out."""
@@ -356,12 +393,25 @@ class _Draw:
         return observed.contiguous().to(self.wanted)
 
 
+def _is_region(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.bool and value.layout == torch.strided
+
+
+def _as_device(device: object) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device  # type: ignore[call-overload, no-any-return]  # refused below
+    except (AssertionError, RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be one that this machine has, got {describe(device)}") from error
+
+
 def _hidden_count(batch: int, height: int, width: int, fraction: float) -> int:
     """Check the arguments every generator shares; how many pixels of an image are to be hidden."""
     check_size("batch", batch)
     check_size("height", height)
     check_size("width", width)
     check_fraction(fraction)
+    if batch * height * width > _MOST_PIXELS:
+        raise ValueError(f"batch, height and width must make at most 2**34 pixels, got {batch}, {height} and {width}")
     return _between(round(fraction * height * width), height * width)
 
 

@@ -52,6 +52,8 @@ def predictive(
         >>> bool((unsure.share > 0.05).all())
         True
     """
+    if not callable(network):
+        raise TypeError(f"network must be a module or function MFA -> logits (B, classes), got {describe(network)}")
     if not isinstance(p, MFA):
         raise TypeError(f"p must be a misconv.MFA, which a density gives for (x, observed), got {describe(p)}")
     check_size("samples", samples)
@@ -60,14 +62,15 @@ def predictive(
         for number in range(1, samples + 1):
             completion = p.sample(1, generator=generator)[0]
             logits = network(MFA.point(completion))
-            if not isinstance(logits, Tensor) or logits.dim() != 2:
-                raise ValueError(f"network must return logits (B, classes), got {describe(logits)}")
+            if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(p) or logits.is_complex():
+                raise ValueError(f"network must return logits (B, classes), with B = {len(p)}, got {describe(logits)}")
             q = logits.double().softmax(1)
             # Welford's update, which does not subtract large numbers.
             before = q - mean
             mean = mean + before / number
             square = square + before * (q - mean)
     variance = square / samples
-    doubt = (mean * (1 - mean)).clamp_min(1e-12)
+    doubt = mean * (1 - mean)
+    share = torch.where(doubt > 0, variance / doubt, 0).clamp(0, 1)
     kind = p.dtype
-    return Prediction(mean.to(kind), variance.to(kind), (variance / doubt).clamp(0, 1).to(kind))
+    return Prediction(mean.to(kind), variance.to(kind), share.to(kind))
