@@ -59,7 +59,7 @@ def as_matrix(conv: nn.Conv2d, image: tuple[int, int, int]) -> tuple[Tensor, tup
     """The convolution without its bias as a matrix (n, outputs): what it does to every unit image."""
     size = math.prod(image)
     with torch.no_grad():
-        columns = conv(torch.eye(size).view(size, *image)) - conv(torch.zeros(1, *image))
+        columns = conv._conv_forward(torch.eye(size).view(size, *image), conv.weight, None)
     return columns.flatten(1), tuple(columns.shape[1:])
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from torch import Tensor, nn
 
-from misconv._expectations import _LOGISTIC
+from misconv._expectations import _LOGISTIC, expectation_of_spread
 from misconv.functional import expected_activation
 from tests.reference import integrate, tolerance
 
@@ -96,6 +96,85 @@ def test_closed_forms_equal_quadrature_anywhere(name: str, m: float, s: float) -
     expected = integrate(exact(name), mean, variance, kinks).to(mean.dtype)
     limit = tolerance("closed")
     torch.testing.assert_close(expected_activation(activation, mean, variance), expected, rtol=limit, atol=limit)
+
+
+# Parameters that nobody would choose, and places where these activations have a kink or a step.
+ODD: dict[str, tuple[nn.Module, tuple[float, ...]]] = {
+    "elu without slope": (nn.ELU(0.0), (0,)),
+    "elu upside down": (nn.ELU(-2.0), (0,)),
+    "celu, sharp": (nn.CELU(0.01), (0,)),
+    "celu, blunt": (nn.CELU(30.0), (0,)),
+    "leaky_relu, steep": (nn.LeakyReLU(1e6), (0,)),
+    "leaky_relu, upside down": (nn.LeakyReLU(-3.0), (0,)),
+    "rrelu": (nn.RReLU(0.1, 0.5).eval(), (0,)),
+    "hardtanh, narrow": (nn.Hardtanh(0.5, 0.50001), (0.5, 0.50001)),
+    "hardtanh, wide": (nn.Hardtanh(-1e6, 1e6), (-1e6, 1e6)),
+    "hardtanh, one side": (nn.Hardtanh(2.0, 7.0), (2, 7)),
+    "softplus, threshold 1": (nn.Softplus(1.0, 1.0), (1,)),
+    "softplus, threshold 0": (nn.Softplus(2.0, 0.0), (0,)),
+    "softplus, threshold -2": (nn.Softplus(1.0, -2.0), (-2,)),
+    "softplus, turned": (nn.Softplus(-1.0, 3.0), (-3,)),
+    "softplus, sharp": (nn.Softplus(100.0, 20.0), (0.2,)),
+}
+SCALES = (1e-20, 1e-7, 1e-3, 1.0, 30.0, 1e4, 1e8)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", [*CLOSED, *ODD])
+def test_data_in_any_unit_have_the_same_digits(name: str, scale: float) -> None:
+    """Errors relative to the expected size of the activation at this scale, in float32 and in float64."""
+    activation, kinks = CLOSED[name] if name in CLOSED else ODD[name]
+    ratios = torch.tensor([-40, -13, -6, -3, -1, -0.3, -0.01, 0, 0.01, 0.3, 1, 3, 6, 13, 40], dtype=torch.float64)
+    spreads = torch.tensor([0.01, 0.3, 1, 3, 30], dtype=torch.float64)
+    for type_, bound in ((torch.float64, 5e-8), (torch.float32, 3e-6)):
+        m, s = (t.to(type_).contiguous() for t in torch.meshgrid(scale * ratios, scale * spreads, indexing="ij"))
+        used = activation.to(type_) if isinstance(activation, nn.Module) else activation
+        ours = expectation_of_spread(used, m, s).detach()
+        m, s = m.double(), s.double()
+        function = exact(name) if name in CLOSED else activation.double()
+        expected = integrate(function, m, s.square(), kinks).detach()
+        size = integrate(lambda x, f=function: f(x).abs(), m, s.square(), kinks).detach()
+        error = (ours - expected).abs() / (size + 0.01 * size.median())
+        assert error.max() < bound
+
+
+@pytest.mark.parametrize("name", [*CLOSED, *ODD])
+def test_gradients_in_any_unit(name: str) -> None:
+    """In float32 those of float64, for spreads from 1e-30 to 1e30."""
+    activation = CLOSED[name][0] if name in CLOSED else ODD[name][0]
+    spreads = torch.tensor([1e-30, 1e-20, 1e-10, 1, 1e10, 1e20, 1e30])
+    ratios = torch.tensor([-1e6, -50, -13, -5, -1, -1e-3, 0, 1e-3, 1, 5, 13, 50, 1e6])
+    found = []
+    for type_ in (torch.float32, torch.float64):
+        s = spreads.to(torch.float32).to(type_).expand(len(ratios), -1).clone().requires_grad_()
+        m = (ratios[:, None] * spreads).to(torch.float32).to(type_).requires_grad_()
+        used = activation.to(type_) if isinstance(activation, nn.Module) else activation
+        y = expectation_of_spread(used, m, s)
+        found.append((y, *torch.autograd.grad(y.sum(), (m, s), materialize_grads=True)))
+    largest = torch.finfo(torch.float32).max
+    for ours, expected in zip(*(pair[1:] for pair in found), strict=True):
+        assert ((ours - expected).abs() / (1 + expected.abs())).max() < 1e-4
+    y, expected = found[0][0].detach().double(), found[1][0].detach()
+    expected = torch.where(expected.abs() > largest, torch.inf * expected.sign(), expected)
+    size = expected.abs().where(expected.isfinite(), 0).amax(0)  # at this spread
+    assert ((y == expected) | ((y - expected).abs() <= 1e-4 * expected.abs() + 1e-6 * size)).all()
+
+
+def test_softplus_is_that_of_torch_above_its_threshold() -> None:
+    softplus = nn.Softplus(beta=2.0, threshold=1.0)
+    m = torch.linspace(-3, 3, 61)
+    assert torch.equal(expected_activation(softplus, m, torch.zeros_like(m)), softplus(m))
+    narrow = expected_activation(softplus, m, torch.full_like(m, 1e-12))
+    away = (m - 0.5).abs() > 0.01  # of the step
+    torch.testing.assert_close(narrow[away], softplus(m)[away], rtol=1e-6, atol=1e-6)
+
+
+def test_a_hooked_module_is_what_it_computes() -> None:
+    module = nn.ReLU()
+    module.register_forward_hook(lambda module, args, output: output.sin())
+    m, v = torch.randn(5), torch.rand(5)
+    expected = integrate(lambda x: x.relu().sin(), m, v, kinks=(0,)).to(m.dtype)
+    torch.testing.assert_close(expected_activation(module, m, v), expected, rtol=0.01, atol=0.01)
 
 
 @pytest.mark.parametrize("name", NUMERICAL)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import Tensor, nn
 
-from misconv import MFA
+from misconv import MFA, MisConv2d, plain
+from misconv._expectations import expectation_of_spread
 from misconv._padding import border_noise
 from misconv.functional import batch_norm_moments, conv2d_moments, expected_conv2d, partial_conv2d
 from tests.reference import dense_moments, integrate, random_mfa, tolerance
@@ -174,6 +177,99 @@ def test_vmap_and_memory_format() -> None:
     result = expected_conv2d(MFA.point(x), conv.weight, conv.bias)
     assert torch.equal(result, torch.relu(conv(x)))
     assert result.stride() == conv(x).stride()
+
+
+# Units ------------------------------------------------------------------------------------------------------------
+
+
+def scaled(p: MFA, scale: float) -> list[Tensor]:
+    """Logits, means, factors and noise in other units, as float32 holds them; the noise as far as it can."""
+    noise = (p.noise * scale**2).clamp(0, 1e37)
+    return [t.to(torch.float32) for t in (p.logits, p.means * scale, p.factors * scale, noise)]
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect"])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "elu", "hardswish", "leaky_relu"])
+@pytest.mark.parametrize("scale", [1e-20, 1e-15, 1e-7, 1.0, 1e7, 1e15, 1e20])
+def test_images_in_any_unit_keep_the_digits_of_float32(scale: float, activation: str, mode: str) -> None:
+    """Values and gradients of both paths, of weights of any size too, against float64 by the dense oracle."""
+    observed = torch.ones(2, 1, 9, 9, dtype=torch.bool)
+    observed[:, :, 2:5, 3:6] = False
+    parts, conv = scaled(random_mfa(2, 2, 2, (2, 9, 9), observed), scale), nn.Conv2d(2, 3, 3, 1, 1, padding_mode=mode)
+    with torch.no_grad():
+        conv.weight[0] *= 1e-6
+        conv.weight[1] *= 1e3
+        conv.bias.zero_()
+    weight = conv.weight.detach().float()
+    conv.weight.data.copy_(weight)
+    exact = MFA(*(t.to(torch.float64) for t in parts), observed)
+    mean, variance = dense_moments(exact, conv.double())
+    oracle = expectation_of_spread(activation, mean, variance.clamp_min(0).sqrt())
+    oracle = torch.einsum("bk,bkohw->bohw", exact.weights, oracle)
+    size = (mean.abs() + variance.clamp_min(0).sqrt()).amax((0, 1, 3, 4)).view(-1, 1, 1)
+    direction = torch.randn(oracle.shape)
+
+    def run(type_: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [t.to(type_).requires_grad_() for t in (*(t.clone() for t in parts), weight.clone())]
+        p = MFA(*leaves[:4], observed)
+        y = expected_conv2d(p, leaves[4], None, 1, 1, padding_mode=mode, activation=activation)
+        (y / size.to(type_) * direction.to(type_)).sum().backward()
+        # By a share of each parameter, which has no unit.
+        return y.detach(), *(t.grad * t.detach() for t in leaves[1:])  # type: ignore[operator]
+
+    references = run(torch.float64)
+    for context in (plain, contextlib.nullcontext):
+        with context():
+            y, *gradients = run(torch.float32)
+        assert ((y - oracle).abs() / size).max() < 3e-6
+        for ours, expected in zip(gradients, references[1:], strict=True):
+            assert (ours - expected).abs().max() < 1e-4 * expected.abs().max() + 1e-6
+
+
+def test_an_outlier_takes_nothing_from_the_rest_of_its_image() -> None:
+    """One missing pixel varies by 1e20 and the others by 1; one image by 1e-15 and the next by 1e15."""
+    observed = torch.rand(2, 1, 9, 9) < 0.5
+    observed[:, :, :, 4] = False
+    p, conv = random_mfa(2, 1, 2, (1, 9, 9), observed), nn.Conv2d(1, 3, 3)
+    p.factors[0, :, :, :, 4, 4] *= 1e20
+    p.means[0, :, :, 4, 4] *= 1e20
+    for i, unit in ((0, 1.0), (1, 1e15)):
+        for t in (p.means, p.factors):
+            t[i] *= unit
+        p.noise[i] *= unit**2
+    parts = [t.float() for t in (p.logits, p.means, p.factors, p.noise)]
+    exact = MFA(*(t.double() for t in parts), observed)
+    mean, variance = dense_moments(exact, conv)
+    oracle = expectation_of_spread("relu", mean, variance.sqrt())[:, 0]
+    y = expected_conv2d(MFA(*parts, observed), conv.weight.float(), conv.bias.float())
+    size = (mean.abs() + variance.sqrt())[:, 0]
+    assert y.isfinite().all()
+    assert ((y - oracle).abs() / size).max() < 1e-5
+
+
+def test_variances_beyond_float32_are_infinite_or_zero_and_never_nan() -> None:
+    p = random_mfa(1, 1, 1, (1, 5, 5))
+    weight = torch.randn(2, 1, 3, 3, dtype=torch.float32)
+    for scale, limit in ((1e25, torch.inf), (1e-30, 0.0)):
+        parts = scaled(p, scale)
+        parts[3] = torch.zeros_like(parts[3])
+        mean, variance = conv2d_moments(MFA(*parts), weight)
+        assert mean.isfinite().all()
+        assert (variance == limit).all()
+
+
+@pytest.mark.parametrize("components", [1, 2])
+@pytest.mark.parametrize("scale", [1e-10, 1e15, 1e18])
+def test_batch_statistics_in_any_unit(scale: float, components: int) -> None:
+    observed = torch.rand(3, 1, 8, 8) < 0.6
+    parts = scaled(random_mfa(3, components, 2, (2, 8, 8), observed), scale)
+    norms = [nn.BatchNorm2d(4, dtype=type_) for type_ in (torch.float32, torch.float64)]
+    layers = [MisConv2d(2, 4, 3, bias=False, norm=norm, activation="gelu").to(norm.weight.dtype) for norm in norms]
+    layers[1].weight.data.copy_(layers[0].weight)
+    ours, exact = (layer(MFA(*(t.to(layer.weight.dtype) for t in parts), observed)) for layer in layers)
+    assert (ours - exact).abs().max() < 3e-6 * exact.abs().max()
+    for a, b in ((norms[0].running_var, norms[1].running_var), (norms[0].running_mean, norms[1].running_mean)):
+        torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-5 * float(b.abs().max()))  # type: ignore[union-attr]
 
 
 # Batch normalization ----------------------------------------------------------------------------------------------

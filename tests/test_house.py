@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "_triton_launch": {"torch", "_launch", "_triton_backward", "_triton_conv"},
     "_triton": {"torch", "_expectations", "_padding", "_path", "_triton_launch", "_batch_norm", "functional", "mfa"},
     "_touched": {"torch", "_batch_norm", "_expectations", "_padding", "mfa"},
-    "_batch_norm": {"torch"},
+    "_batch_norm": {"torch", "_path"},
     "functional": {
         "torch",
         "_batch_norm",

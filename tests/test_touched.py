@@ -155,6 +155,42 @@ def test_closed_windows_have_the_bits_of_the_network(
     assert served == [True, True]
 
 
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "elu", "softplus", "mish"])
+@pytest.mark.parametrize("components", [1, 2])
+@pytest.mark.parametrize("type_", [torch.float64, torch.float32])
+def test_groups_that_miss_nothing_have_the_bits_of_the_network(
+    served: Served, activation: str, components: int, type_: torch.dtype
+) -> None:
+    """A depthwise convolution, of which one channel misses pixels and the others do not."""
+    observed = torch.ones(2, 5, 19, 17, dtype=torch.bool)
+    observed[:, 1, 3:9, 2:13] = False
+    p, layer = random_mfa(2, components, 2, (5, 19, 17), observed), MisConv2d(5, 10, 3, groups=5, activation=activation)
+    p, layer = p.to(type_), layer.to(type_)
+    expected = layer.activation(layer._conv_forward(p.means[:, 0].contiguous(), layer.weight, layer.bias))
+    complete = [0, 1, *range(4, 10)]
+    for context in (torch.enable_grad(), torch.no_grad()):
+        with context:
+            result = layer(p)
+        with context, plain():
+            same = layer(p)
+        for y in (result, same):
+            assert (y[:, complete].view(torch.uint8) == expected[:, complete].contiguous().view(torch.uint8)).all()
+    assert served == [True, True]
+
+
+@pytest.mark.parametrize(("scale", "serves"), [(1e-20, False), (1e-7, True), (1e7, True), (1e20, False)])
+def test_numbers_whose_squares_leave_float32_are_left_to_the_plain_path(
+    served: Served, scale: float, serves: bool
+) -> None:
+    p, conv = random_mfa(2, 1, 2, (3, 12, 12), hole(2, 12, 12)), nn.Conv2d(3, 4, 3, dtype=torch.float32)
+    noise = (p.noise * scale**2).clamp_max(1e37)
+    small = MFA(*(t.float() for t in (p.logits, p.means * scale, p.factors * scale, noise)), p.observed)
+    expected_conv2d(small, conv.weight, conv.bias)
+    with torch.no_grad():
+        expected_conv2d(small, conv.weight, conv.bias)
+    assert served == [serves, serves]
+
+
 @pytest.mark.parametrize("type_", [torch.float64, torch.float32, torch.bfloat16])
 def test_complete_images_cost_a_plain_convolution(
     served: Served, monkeypatch: pytest.MonkeyPatch, type_: torch.dtype

@@ -10,6 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from misconv._path import by_itself
+
 __all__ = ["Affine", "batch_norm_moments", "fixed_batch_norm", "normalized", "sync_group"]
 
 _OVER = (0, 1, 3, 4)  # all dimensions of (B, K, O, H', W') but the channels
@@ -116,6 +118,9 @@ class _Batch(NamedTuple):
 
 def _statistics(mean: Tensor, variance: Tensor, weights: Tensor) -> _Batch:
     wide = mean.to(variance.dtype)
+    if wide.dtype == torch.float32 and wide.device.type == "cpu" and by_itself(wide) and wide.numel():
+        largest = torch.maximum(wide.detach().amax(), -wide.detach().amin())
+        wide = wide.double() if largest > 1e17 else wide  # squares would leave the range of float32
     count = mean.shape[0] * mean.shape[-2] * mean.shape[-1]
     held = max(count, 1)  # one of several processes may be without images
     share = weights.to(wide.dtype)[..., None, None, None]  # (B, K, 1, 1, 1)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from misconv._checks import describe
 
-__all__ = ["Activation", "activation_module", "expectation"]
+__all__ = ["Activation", "activation_module", "deviation", "expectation", "expectation_of_spread"]
 
 Activation = str | nn.Module | Callable[[Tensor], Tensor]
 Closed = Callable[[Tensor, Tensor], Tensor]
@@ -67,56 +67,110 @@ def _relu_squared(m: Tensor, s: Tensor) -> Tensor:
     return torch.where(certain, torch.where(m > 0, m * m + s * s, 0), between)
 
 
-def _exp_below(m: Tensor, s: Tensor) -> Tensor:
-    """E[e^Z; Z < 0] = e^(m + s²/2) Φ(−m/s − s), which is e^(−z²/2) erfcx((z + s)/√2) / 2 and cannot overflow so."""
-    nothing = m >= _cut(m) * s
-    everything = m + s * s <= -_cut(m) * s
-    safe = torch.where(nothing | everything, 0, m)
-    z = safe / s
+def _exp_below(m: Tensor, s: Tensor, z: Tensor) -> Tensor:
+    """E[e^Z; Z < 0] = e^(m + s²/2) Φ(−z − s), which is e^(−z²/2) erfcx((z + s)/√2) / 2 and cannot overflow so.
+
+    `z` is m/s, cut where the normal density is zero. A negative `s` stands for e^(−Z).
+    """
     w = z + s
-    right = 0.5 * torch.exp(-0.5 * z * z) * torch.special.erfcx(w.clamp_min(0) * math.sqrt(0.5))
-    growth = torch.exp((m + 0.5 * s * s).clamp_max(0))
-    left = growth * 0.5 * torch.erfc(w.clamp_max(0) * math.sqrt(0.5))
-    between = torch.where(w >= 0, right, left)
-    return torch.where(nothing, 0, torch.where(everything, growth, between))
+    right = w >= 0
+    above = torch.exp(-0.5 * z * z) * torch.special.erfcx(torch.where(right, w, 0) * math.sqrt(0.5))
+    growth = torch.exp(torch.where(right, 0, m + 0.5 * s * s))
+    return 0.5 * torch.where(right, above, growth * torch.erfc(torch.where(right, 0, w) * math.sqrt(0.5)))
+
+
+def _cut_ratio(m: Tensor, s: Tensor, limit: float) -> Tensor:
+    """m/s, cut at a limit before it could overflow."""
+    certain = m.abs() >= limit * s
+    return torch.where(certain, m.sign() * limit, torch.where(certain, 0, m) / s)
+
+
+# Gauss–Legendre on (0, 1), for integrals over a bend that is narrow compared with the Gaussian: sums without
+# cancellation, exact to rounding as long as an interval is no wider than about two standard deviations.
+_GAUSS = tuple(
+    (0.5 + sign * place / 2, share / 2)
+    for place, share in (
+        (0.1834346424956498, 0.362683783378362),
+        (0.525532409916329, 0.31370664587788727),
+        (0.7966664774136267, 0.22238103445337448),
+        (0.9602898564975363, 0.10122853629037626),
+    )
+    for sign in (-1, 1)
+)
+
+
+def _average(term: Callable[[float], Tensor]) -> Tensor:
+    """The average of a function over (0, 1)."""
+    return torch.stack([share * term(place) for place, share in _GAUSS]).sum(0)
 
 
 # Piecewise linear, quadratic and exponential ---------------------------------------------------------------------
 
 
 def _leaky_relu(m: Tensor, s: Tensor, slope: float | Tensor) -> Tensor:
-    return slope * m + (1 - slope) * _relu(m, s)
+    return _relu(m, s) - slope * _relu(-m, s)
 
 
 def _hardtanh(m: Tensor, s: Tensor, low: float, high: float) -> Tensor:
-    # Two forms of the same clipping; each is exact where the other would cancel.
-    upwards = low + (_relu(m - low, s) - _relu(m - high, s))
-    downwards = high - (_relu(high - m, s) - _relu(low - m, s))
-    return torch.where(m < 0.5 * (low + high), upwards, downwards)
+    # Three forms of the same clipping; each is exact where the others would cancel.
+    below, above = _relu(low - m, s), _relu(m - high, s)
+    result = m + below - above
+    result = torch.where(m < low, low + (_relu(m - low, s) - above), result)
+    result = torch.where(m > high, high - (_relu(high - m, s) - below), result)
+    if not math.isfinite(high - low):
+        return result
+    # l + ∫ P(Z > t) dt from l to h, where that is a short way for the Gaussian.
+    inside = low + (high - low) * _average(lambda t: _positive(m - (low + t * (high - low)), s))
+    return torch.where(s > high - low, inside, result)
 
 
 def _hardswish(m: Tensor, s: Tensor) -> Tensor:
-    # f(x) = x + f(−x), so only the side where f is small has to be integrated.
+    """x(x + 3)/6 between −3 and 3, else ReLU."""
     n = torch.where(m > 0, -m, m)  # not -|m|, whose slope at 0 would be taken for 0
-    curve = (_relu_squared(n + 3, s) - _relu_squared(n - 3, s)) / 6
-    return torch.where(m > 0, m, 0) + curve - 0.5 * (_relu(n + 3, s) + _relu(n - 3, s))
+    wide = s > 2
+    limit = torch.where(wide, 2, s)
+    # f(x) = x + f(−x), so only the side where f is small has to be integrated …
+    outside = (_relu_squared(n + 3, limit) - _relu_squared(n - 3, limit)) / 6
+    outside = torch.where(m > 0, m, 0) + outside - 0.5 * (_relu(n + 3, limit) + _relu(n - 3, limit))
+    # … between −3 and 3 it is a parabola, and too much of it beyond …
+    near = torch.where(n < -3, 0, m)
+    inside = (near * near + limit * limit) / 6 + near / 2
+    for beyond in (near - 3, -near - 3):
+        inside = inside - (_relu_squared(beyond, limit) / 6 + _relu(beyond, limit) / 2)
+    # … and for a wide Gaussian it is a ReLU less a bump of x(3 − x)/6 on both sides of 0.
+    broad = torch.where(wide, s, 2)
+    bump = _average(lambda t: t * (1 - t) * (_pdf((3 * t - m) / broad) + _pdf((3 * t + m) / broad)))
+    blurred = _relu(m, broad) - 4.5 * bump / broad
+    return torch.where(wide, blurred, torch.where(n < -3, outside, inside))
 
 
 def _elu(m: Tensor, s: Tensor, alpha: float, width: float = 1.0) -> Tensor:
     """x for x > 0, else α(e^(x/width) − 1)."""
-    return _relu(m, s) + alpha * (_exp_below(m / width, s / width) - _positive(-m, s))
+    z = _cut_ratio(m, s, _cut(m))
+    x, y = (m / width).clamp(-1e9, 1e9), (s / width).clamp(-1e9, 1e9)
+    far = _exp_below(x, y, z) - _cdf(-z)
+    # Near 0, where e^x − 1 is about x: e^(x + y²/2) Φ(−z − y) − Φ(−z) as two small numbers of the same sign.
+    x, y = x.clamp(-1, 1), y.clamp(-1, 1)
+    near = torch.expm1(x + 0.5 * y * y) * _cdf(-z - y) - y * _average(lambda t: _pdf(z + t * y))
+    small = (m.abs() < abs(width)) & (s < abs(width))
+    return _relu(m, s) + alpha * torch.where(small, near, far)
 
 
 def _gelu(m: Tensor, s: Tensor) -> Tensor:
     """E[ZΦ(Z)] = mΦ(r) + s²/√(1 + s²) φ(r), r = m/√(1 + s²)."""
-    return _smooth_step_times_x(m, s * s, 1.0)
+    return _smooth_step_times_x(m, s, 1.0)
 
 
-def _smooth_step_times_x(m: Tensor, v: Tensor, steepness: float) -> Tensor:
+def _smooth_step_times_x(m: Tensor, s: Tensor, steepness: float) -> Tensor:
     """E[ZΦ(λZ)]."""
-    scale = steepness * torch.rsqrt(1 + steepness**2 * v)
-    r = m * scale
-    return m * _cdf(r) + v * scale * _pdf(r)
+    blur = _blur(s, steepness)
+    r = steepness * (m / blur)
+    return m * _cdf(r) + s * (steepness * (s / blur)) * _pdf(r)
+
+
+def _blur(s: Tensor, steepness: float) -> Tensor:
+    """√(1 + λ²s²), by which the steepness of a normal step falls; no square that could overflow."""
+    return torch.hypot(s.new_ones(()), steepness * s)
 
 
 # The logistic family ---------------------------------------------------------------------------------------------
@@ -139,23 +193,46 @@ _LOGISTIC = (
 
 
 def _sigmoid(m: Tensor, s: Tensor) -> Tensor:
-    return _mix(lambda steepness: _cdf(m * steepness * torch.rsqrt(1 + steepness**2 * s * s)))
+    return _mix(lambda steepness: _cdf(steepness * (m / _blur(s, steepness))))
 
 
 def _tanh(m: Tensor, s: Tensor) -> Tensor:
     # 2·sigmoid(2x) − 1, written as an odd function; erf is 2Φ − 1.
-    return _mix(lambda steepness: torch.erf(m * math.sqrt(2) * steepness * torch.rsqrt(1 + 4 * steepness**2 * s * s)))
+    return _mix(lambda steepness: torch.erf(math.sqrt(2) * steepness * (m / _blur(s, 2 * steepness))))
 
 
 def _silu(m: Tensor, s: Tensor) -> Tensor:
-    v = s * s
-    return _mix(lambda steepness: _smooth_step_times_x(m, v, steepness))
+    return _mix(lambda steepness: _smooth_step_times_x(m, s, steepness))
 
 
-def _softplus(m: Tensor, s: Tensor, beta: float) -> Tensor:
+def _softplus(m: Tensor, s: Tensor, beta: float, threshold: float) -> Tensor:
+    """log(1 + e^(βx))/β, and torch's x itself where βx is above the threshold."""
+    m, s = beta * m, abs(beta) * s
     # Φ(λx) integrated is ReLU blurred by a Gaussian of width 1/λ, and Gaussian blurs add.
-    v = (beta * s).square()
-    return _mix(lambda steepness: _relu(beta * m, (v + steepness**-2).sqrt())) / beta
+    total = _mix(lambda steepness: _relu(m, torch.hypot(s, s.new_tensor(1 / steepness))))
+    if threshold >= 18:  # log(1 + e^(−x)) is e^(−x) beyond, to float64's last bit
+        low = threshold - m
+        beyond = _exp_below(low.clamp(-1e9, 1e9), s.clamp_max(1e9), _cut_ratio(low, s, _cut(m)))
+        total = total - math.exp(-threshold) * beyond
+    else:
+        at, end = (_cut_ratio(place - m, s, 8.5) for place in (threshold, max(threshold, 0.0) + 36))
+        total = total - _softplus_between(m, s, at, end)
+        # Mostly beyond: from the other side, so that no large numbers cancel.
+        narrow = torch.where(s < 1, s, 1)
+        beyond = m + _softplus_between(m, narrow, torch.full_like(m, -8.5), at)
+        total = torch.where((m > threshold) & (s < 1), beyond, total)
+    return total / beta
+
+
+def _softplus_between(m: Tensor, s: Tensor, first: Tensor, last: Tensor) -> Tensor:
+    """E[log(1 + e^(−Z)); first < (Z − m)/s < last]."""
+    panels, length = 12, (last - first) / 12
+
+    def term(t: float) -> Tensor:
+        z = [first + (panel + t) * length for panel in range(panels)]
+        return torch.stack([F.softplus(-(m + s * at)) * _pdf(at) for at in z]).sum(0)
+
+    return _average(term) * length
 
 
 def _mix(term: Callable[[float], Tensor]) -> Tensor:
@@ -224,7 +301,7 @@ _CLOSED: dict[type[nn.Module], Callable[[Any], Closed]] = {
     nn.PReLU: lambda a: partial(_leaky_relu, slope=_per_channel(a.weight)),
     nn.ReLU6: lambda a: partial(_hardtanh, low=0.0, high=6.0),
     nn.Hardtanh: lambda a: partial(_hardtanh, low=a.min_val, high=a.max_val),
-    nn.Hardsigmoid: lambda a: lambda m, s: _hardtanh(m, s, -3.0, 3.0) / 6 + 0.5,
+    nn.Hardsigmoid: lambda a: lambda m, s: _hardtanh(m + 3, s, 0.0, 6.0) / 6,
     nn.Hardswish: lambda a: _hardswish,
     nn.ELU: lambda a: partial(_elu, alpha=a.alpha),
     nn.CELU: lambda a: partial(_elu, alpha=a.alpha, width=a.alpha),
@@ -233,7 +310,7 @@ _CLOSED: dict[type[nn.Module], Callable[[Any], Closed]] = {
     nn.Sigmoid: lambda a: _sigmoid,
     nn.Tanh: lambda a: _tanh,
     nn.SiLU: lambda a: _silu,
-    nn.Softplus: lambda a: partial(_softplus, beta=a.beta),
+    nn.Softplus: lambda a: partial(_softplus, beta=float(a.beta), threshold=float(a.threshold)),
 }
 
 _NAMES: dict[str, Callable[[], nn.Module]] = {
@@ -282,14 +359,25 @@ def activation_module(activation: Activation) -> nn.Module | Callable[[Tensor], 
 
 def expectation(activation: Activation, mean: Tensor, variance: Tensor) -> Tensor:
     """E[f(N(mean, variance))] for (…, O, H, W) or any smaller shape; exactly f(mean) where the variance is 0."""
+    return expectation_of_spread(activation, mean, deviation(variance))
+
+
+def deviation(variance: Tensor) -> Tensor:
+    """√v in float32 at least, with gradient 0, not infinity, at v = 0."""
+    variance = variance.to(torch.promote_types(variance.dtype, torch.float32))
+    random = variance > 0
+    return torch.where(random, torch.where(random, variance, 1).sqrt(), 0)
+
+
+def expectation_of_spread(activation: Activation, mean: Tensor, spread: Tensor) -> Tensor:
+    """The same with the standard deviation, which has twice the range of a variance."""
     function = activation_module(activation)
     plain = partial(_apply, function)
     compute = torch.promote_types(mean.dtype, torch.float32)
-    random = variance > 0
-    spread = torch.where(random, variance, 1).to(compute).sqrt()
+    random = spread > 0
     known = _CLOSED.get(type(function)) if isinstance(function, nn.Module) and not _is_changed(function) else None
     closed = partial(_quadrature, plain) if known is None else known(function)
-    expected = closed(mean.to(compute), spread)
+    expected = closed(mean.to(compute), torch.where(random, spread, 1).to(compute))
     return torch.where(random, expected.to(mean.dtype), plain(mean))
 
 

@@ -84,6 +84,8 @@ def respond(
         border = border_noise(p.pinned()[2], weight, stride, padding, dilation, groups, padding_mode)
     slope = None if norm is None else norm.coefficients()[0].to(response.dtype)
     table, bank = _table(p, listed), _bank(p, weight)
+    if not _in_range(p, table, weight, slope):
+        return None  # squares might leave the range of float32
 
     def moved(chunk: _Tiles) -> Tensor:
         return _convolved(table, chunk.number, bank, stride, dilation, groups, weight.shape[0])
@@ -95,6 +97,7 @@ def respond(
         _fill_tiles(p, tiles, moved, response, plain, slope, at_once)
         return plain.relu_() if norm is None else plain  # what came from tiles is not negative
 
+    plain = _apply(function, response).permute(0, 2, 3, 1)  # (B, H', W', O)
     rows: list[Tensor] = []
     places: list[tuple[Tensor, ...]] = []
     for chunk in tiles.split((_MORE if learning else 1) * at_once):
@@ -102,10 +105,12 @@ def respond(
         mean = response.permute(0, 2, 3, 1)[place].unsqueeze(1)  # (N, 1, O), the mean of the first component
         repeated = None if border is None else _repeated(border, which, place, size)
         mean, variance = _moments(p, mean, moved(chunk), which, slope, repeated)
-        rows.append(_expected(p, function, mean, variance, place[0]))
+        expected, open_ = _expected(p, function, mean, variance, place[0])
+        # Other groups may miss nothing of a window: their bits are those of a plain activation, in its own place.
+        rows.append(torch.where(open_, expected, plain[place]))
         places.append(place)
     windows = tuple(torch.cat(t) for t in zip(*places, strict=True))
-    return _apply(function, response).permute(0, 2, 3, 1).index_put(windows, torch.cat(rows)).permute(0, 3, 1, 2)
+    return plain.index_put(windows, torch.cat(rows)).permute(0, 3, 1, 2)
 
 
 def _repeated(border: Border, which: Tensor, place: tuple[Tensor, ...], size: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -141,7 +146,9 @@ def _fill_tiles(
         mean, variance = _moments(p, first, sources, None, slope, None)
         # Laid out as the mean is: passes over two layouts at once are slow.
         variance = torch.empty_like(mean, memory_format=torch.contiguous_format).copy_(variance)
-        expected = _expected(p, nn.ReLU(), mean, variance.clamp_min_(0), chunk.corner[0])
+        expected, open_ = _expected(p, nn.ReLU(), mean, variance.clamp_min_(0), chunk.corner[0])
+        if mean.shape[1] > 1:
+            expected = torch.where(open_, expected, mean.select(1, 0).relu())
         target.index_copy_(0, place, expected.unflatten(2, tiles.size))
 
 
@@ -281,6 +288,21 @@ def _table(p: MFA, listed: Tensor) -> Tensor:
     return table
 
 
+def _in_range(p: MFA, table: Tensor, weight: Tensor, slope: Tensor | None) -> bool:
+    """Whether all squares stay in the range of float32: of deviations of pixels, of weights, of the normalization."""
+    if table.dtype != torch.float32:
+        return True
+    components, rank = p.factors.shape[1:3]
+    values = table.detach().view(len(table), -1, p.shape[1])  # (1 + pixels, S, C)
+    size = values[:, components * rank :][:, :components].amax(1).sqrt()
+    if rank > 0:
+        size = torch.maximum(size, values[:, : components * rank].abs().amax(1))
+    limits = [(size, 2.0**-45, 2.0**30), (weight.detach().abs().amax((1, 2, 3)), 2.0**-15, 2.0**15)]
+    if slope is not None:
+        limits.append((slope.detach().abs(), 2.0**-20, 2.0**20))
+    return all(bool(((t == 0) | ((t >= low) & (t <= high))).all()) for t, low, high in limits)
+
+
 def _bank(p: MFA, weight: Tensor) -> Tensor:
     """The filters (S·O, C/groups, kh, kw) of the channels of the table: squared for the noise."""
     components, rank = p.factors.shape[1:3]
@@ -338,22 +360,20 @@ def _moments(
     return mean, variance if which is None else variance.clamp_min(0)
 
 
-def _expected(p: MFA, function: Any, mean: Tensor, variance: Tensor, image: Tensor) -> Tensor:
-    """The expected activation (N, O) in windows of some images (N,), from their moments (N, K, O)."""
+def _expected(p: MFA, function: Any, mean: Tensor, variance: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
+    """The expected activation (N, O, …) in windows of some images (N,), from their moments (N, K, O, …).
+
+    And where it counts: where all components agree and nothing varies, the weights must not even round.
+    """
     if type(function) is nn.ReLU:
         expected: Tensor = _ExpectedReLU.apply(mean, variance)
     else:
         # Activations may have parameters for each channel of (…, O, H, W).
         expected = expectation(function, mean[..., None, None], variance[..., None, None])[..., 0, 0]
     if mean.shape[1] == 1:
-        return expected.squeeze(1)
+        return expected.squeeze(1), variance.squeeze(1) > 0
     mixed = (p.weights[image].view(*expected.shape[:2], *[1] * (expected.dim() - 2)) * expected).sum(1)
-    # Other groups may miss nothing of a window. Where all components agree the weights must not even round.
-    first = mean.narrow(1, 0, 1)
-    open_ = ((variance > 0) | (mean != first)).any(1)
-    first = first.squeeze(1)
-    alone = first.relu() if type(function) is nn.ReLU else _apply(function, first[..., None, None])[..., 0, 0]
-    return torch.where(open_, mixed, alone)
+    return mixed, ((variance > 0) | (mean != mean.narrow(1, 0, 1))).any(1)
 
 
 # E[ReLU(N(m, v))] = ReLU(m) + s e^(−a²/2) g(a) with a = |m|/s, and 1/g is nearly this polynomial in a: a minimax fit
@@ -390,7 +410,7 @@ class _ExpectedReLU(torch.autograd.Function):
         density = (z * z).mul_(-0.5).exp_()
         tail = z.mul_(-math.sqrt(0.5)).erfc_()  # 2Φ(m/s)
         expected = spread.mul_(density).mul_(1 / math.sqrt(2 * math.pi))
-        return expected.addcmul_(mean, tail, value=0.5)
+        return torch.where(variance > 0, expected.addcmul_(mean, tail, value=0.5), mean.relu())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from misconv import _touched
 from misconv._batch_norm import Affine as Affine
-from misconv._batch_norm import batch_norm_moments, normalized
+from misconv._batch_norm import batch_norm_moments
 from misconv._batch_norm import fixed_batch_norm as fixed_batch_norm
 from misconv._batch_norm import sync_group as sync_group
 from misconv._checks import check_images, check_observed, check_seen_finite, describe, readable
-from misconv._expectations import Activation, expectation
+from misconv._expectations import Activation, deviation, expectation, expectation_of_spread
 from misconv._padding import Padding, Pair, border_noise, margins
 from misconv._path import HAS_TRITON, by_itself, is_plain
 from misconv.mfa import MFA
@@ -44,7 +44,8 @@ def conv2d_moments(
         padding_mode: as in `torch.nn.Conv2d`.
 
     Returns:
-        Mean and variance, each (B, K, O, H', W').
+        Mean and variance, each (B, K, O, H', W'). A variance beyond the largest number of its type is infinite, one
+        below the smallest is 0; `expected_conv2d` and `MisConv2d` never form it, and know no such limits.
 
     Example:
         >>> ones = torch.ones(1, 1, 1, 4, 4)
@@ -54,7 +55,8 @@ def conv2d_moments(
         ([12.0], [36.0])
     """
     mean, variance = raw_moments(p, weight, bias, stride, padding, dilation, groups, padding_mode)
-    return mean.to(variance.dtype), variance
+    compute = torch.promote_types(mean.dtype, torch.float32)
+    return mean.to(compute), variance.to(compute)
 
 
 def expected_activation(activation: Activation, mean: Tensor, variance: Tensor) -> Tensor:
@@ -145,22 +147,28 @@ def respond(
                 fast = _touched.respond(*arguments)
         if fast is not None:
             return fast
-    mean, variance = raw_moments(p, weight, bias, stride, padding, dilation, groups, padding_mode)
+    mean, variance, unit = _scaled_moments(p, weight, bias, stride, padding, dilation, groups, padding_mode)
+    spread = deviation(variance) * unit
     if norm is not None:
-        mean, variance = normalized(norm, mean, variance)
-    return mix_expectations(p, activation, mean, variance)
+        mean = norm.apply(mean.flatten(0, -4)).view(mean.shape)  # of (B·K, O, H', W')
+        spread = spread * norm.coefficients()[0].to(spread.dtype).abs().view(-1, 1, 1)
+    return _mix(p, activation, mean, spread)
 
 
 def mix_expectations(p: MFA, activation: Activation, mean: Tensor, variance: Tensor) -> Tensor:
     """Expected activations of the components (B, K, O, H', W'), averaged with the weights of `p`: (B, O, H', W')."""
-    expected = expectation(activation, mean, variance)
+    return _mix(p, activation, mean, deviation(variance))
+
+
+def _mix(p: MFA, activation: Activation, mean: Tensor, spread: Tensor) -> Tensor:
+    expected = expectation_of_spread(activation, mean, spread)
     first = mean.select(-4, 0)
     if p.logits.shape[-1] == 1:
         return expected.select(-4, 0)
     mixed = (p.weights[..., None, None, None] * expected).sum(-4).to(mean.dtype)
     # Where all components agree the weights must not even round.
-    open_ = ((variance > 0) | (mean != first.unsqueeze(-4))).any(-4)
-    return torch.where(open_, mixed, expectation(activation, first.contiguous(), torch.zeros_like(first)))
+    open_ = ((spread > 0) | (mean != first.unsqueeze(-4))).any(-4)
+    return torch.where(open_, mixed, expectation_of_spread(activation, first.contiguous(), torch.zeros_like(first)))
 
 
 def partial_conv2d(
@@ -242,7 +250,32 @@ def raw_moments(
     groups: int,
     padding_mode: PaddingMode,
 ) -> tuple[Tensor, Tensor]:
-    """`conv2d_moments`, with the mean in the type a plain convolution would return (autocast may say which)."""
+    """`conv2d_moments`, with the mean in the type a plain convolution would return (autocast may say which).
+
+    Variances that leave the range of float32 are float64 where values may be looked at.
+    """
+    mean, variance, unit = _scaled_moments(p, weight, bias, stride, padding, dilation, groups, padding_mode)
+    if variance.dtype == torch.float32 and variance.device.type == "cpu" and by_itself(variance, unit):
+        if (unit != 1).any():
+            variance, unit = variance.double(), unit.double()
+    return mean, variance * unit * unit
+
+
+def _scaled_moments(
+    p: MFA,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Pair,
+    padding: Padding,
+    dilation: Pair,
+    groups: int,
+    padding_mode: PaddingMode,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and variance (B, K, O, H', W'), the variance in units of the square of (B, K, O, 1, 1).
+
+    The units are powers of two by which tiny and huge numbers are divided, so that no square leaves the range of
+    float32; 1 for ordinary images and filters.
+    """
     check_convolution(p, weight, bias, padding, groups, padding_mode)
 
     def convolve(images: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -264,20 +297,38 @@ def raw_moments(
         mean = torch.cat([mean, mean + others], -4)  # (B, K, O, H', W')
 
     compute = torch.promote_types(mean.dtype, torch.float32)
+    largest = _largest(noise.to(compute), (-3, -2, -1)).sqrt()  # (B, K, 1, 1, 1)
+    if factors.shape[-4] > 0:
+        largest = torch.maximum(largest, _largest(factors.to(compute), (-4, -3, -2, -1)).squeeze(-4))
+    of_images = _unit(largest, -30, 10 if mean.dtype == torch.float16 else 20)
+    of_filters = _unit(_largest(weight.to(compute), (1, 2, 3)), -15, 10)  # (O, 1, 1, 1)
+    weight = (weight.to(compute) / of_filters).to(weight.dtype)
+    noise = noise.to(compute) / of_images / of_images
     with torch.autocast(p.device.type, enabled=False):
-        # Squared weights leave the range of half precision.
-        squares = weight.to(compute).square()
-        variance = convolve(noise.to(compute), squares)
+        variance = convolve(noise, weight.to(compute).square())
         if padding_mode != "zeros":
-            border = border_noise(
-                noise.to(compute), weight.to(compute), stride, padding, dilation, groups, padding_mode
-            )
+            border = border_noise(noise, weight.to(compute), stride, padding, dilation, groups, padding_mode)
             if border is not None:
                 variance = variance.flatten(-2).index_copy(-1, border.windows, border.variance).view_as(variance)
     if factors.shape[-4] > 0:
+        factors = (factors.to(compute) / of_images.unsqueeze(-4)).to(factors.dtype)
         variance = variance + convolve(factors, weight).to(compute).square().sum(-4)
     # A fast convolution algorithm may leave -1e-20 where the truth is 0.
-    return mean, variance.clamp_min(0)
+    return mean, variance.clamp_min(0), of_images * of_filters.squeeze(-1)
+
+
+def _largest(values: Tensor, dims: tuple[int, ...]) -> Tensor:
+    values = values.detach()
+    return torch.maximum(values.amax(dims, keepdim=True), -values.amin(dims, keepdim=True))
+
+
+def _unit(largest: Tensor, low: int, high: int) -> Tensor:
+    """The power of two that brings the largest numbers between 2^low and 2^high; 1 where they are there already.
+
+    So there is room above for sums, below for pixels of the same image that vary far less, and for gradients.
+    """
+    exponent = torch.where(largest > 0, largest, 1).clamp_min(2.0**-126).log2().floor()
+    return torch.exp2(exponent - exponent.clamp(low, high))
 
 
 def check_convolution(
