@@ -178,11 +178,11 @@ def _edit(tree: Any, rng: random.Random) -> str:
     elif action == "repeat" and isinstance(value, list | str) and len(value) < 1000:
         holder[key] = value * rng.choice((2, 50))
     elif action == "nest":
-        for _ in range(rng.choice((3, 60, 300))):
+        for _ in range(rng.choice((3, 60, 100))):
             value = {"class": "torch.nn.Sequential", "children": {"0": value}}
         holder[key] = value
     elif action == "number" and isinstance(value, int):
         holder[key] = rng.choice((value + 1, value - 1, -value, value * 10**7, 10**12, 2**64, 0))
     else:
-        holder[key] = rng.choice(ODD_VALUES)
+        holder[key] = copy.deepcopy(rng.choice(ODD_VALUES))
     return f"{action} at {path}"

@@ -204,6 +204,17 @@ def test_what_is_no_name(call: Callable[[Any], object]) -> None:
     for path in (3, None, ["a"], open, object(), torch.ones(2)):
         with pytest.raises(TypeError, match=f"path must be a str, bytes or os.PathLike, got {type(path).__name__}"):
             call(path)
+
+    class Odd(os.PathLike):  # type: ignore[type-arg]
+        def __fspath__(self) -> Any:
+            return 3
+
+    with pytest.raises(TypeError, match="path must be a str, bytes or os.PathLike, got Odd: .* not int"):
+        call(Odd())
+    with pytest.raises(
+        ValueError, match="path must be the name of a file, got one in characters that this system does not"
+    ):
+        call("\ud800")
     for path, what in (("", "nothing"), ("a\0b", "one with a null byte"), (b"a\0b", "one with a null byte")):
         with pytest.raises(ValueError, match=f"path must be the name of a file, got {what}"):
             call(path)
@@ -412,7 +423,7 @@ def test_a_file_that_cannot_be_read_to_its_end(tmp_path: Path, monkeypatch: pyte
 
     class Broken:
         def __init__(self, file: Any) -> None:
-            self.file, self.fileno = file, file.fileno
+            self.file, self.fileno, self.seek = file, file.fileno, file.seek
 
         def read(self, size: int = -1) -> bytes:
             if size < 0:

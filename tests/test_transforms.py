@@ -576,9 +576,9 @@ def test_what_an_image_can_be_made_of() -> None:
             ValueError,
             r"data must be an image \(…, C, H, W\) or \(H, W\): .* got a float32 tensor of shape \(4,\)",
         ),
-        (None, {}, (TypeError, RuntimeError), r"data must be an image .* got NoneType"),
-        ("image.png", {}, (TypeError, ValueError), r"data must be an image .* got str"),
-        ({"image": 3}, {}, (TypeError, RuntimeError), r"data must be an image .* got dict"),
+        (None, {}, TypeError, r"data must be an image .* got NoneType"),
+        ("image.png", {}, TypeError, r"data must be an image .* got str"),
+        ({"image": 3}, {}, TypeError, r"data must be an image .* got dict"),
         (
             np.zeros((300, 300), dtype="datetime64[s]"),
             {},
@@ -600,7 +600,7 @@ def test_what_an_image_can_be_made_of() -> None:
         (
             torch.zeros(3, 4, 4, dtype=torch.int32),
             {"requires_grad": True},
-            RuntimeError,
+            ValueError,
             "data must be an image .*: only Tensors of floating",
         ),
     ],

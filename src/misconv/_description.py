@@ -20,7 +20,9 @@ __all__ = ["describe_module", "rebuild"]
 Description = dict[str, Any]
 
 # What every module has, or torch sets in passing, and what is stored otherwise or compared by itself.
-_APART = {"training", "_parameters", "_buffers", "_modules", "_is_full_backward_hook"}
+_APART = {
+    "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook",
+}  # fmt: skip
 
 
 def describe_module(module: nn.Module, depth: int = 0) -> Description:
@@ -50,6 +52,8 @@ def rebuild(description: Any, tensors: dict[str, Tensor]) -> nn.Module:
             f"the file does not say how to build {', '.join(unknown[:5])}{more}; build the model yourself and "
             "call misconv.load(path, into=model)"
         )
+    if _count(description) > 10_000 + 10 * len(tensors):
+        raise ValueError("its description is broken, it has far more modules than the file has tensors")
     # A tensor may be shared by many layers, each of which is built before it is shared; but not by any number.
     held = sum(t.numel() for t in {id(t): t for t in tensors.values()}.values())
     named = sum(t.numel() for t in tensors.values())
@@ -123,6 +127,13 @@ def _opaque(value: Any, depth: int = 0) -> list[str]:
     return [name for part in value for name in _opaque(part, depth + 1)] if isinstance(value, list) else []
 
 
+def _count(value: Any) -> int:
+    """How many modules are described; what is nested too deeply has been refused."""
+    if isinstance(value, dict):
+        return ("class" in value) + sum(_count(part) for part in value.values())
+    return sum(_count(part) for part in value) if isinstance(value, list) else 0
+
+
 # Whether a description is true ---------------------------------------------------------------------------------------
 
 
@@ -161,8 +172,8 @@ def _changed(built: nn.Module, module: nn.Module) -> str | None:
         for name in (old.keys() & new.keys()) - _APART:
             if "_hooks" not in name and not _equal(old[name], new[name]):
                 return f"its attribute {name[:50]!r} was changed after it was made"
-    for name in module._non_persistent_buffers_set:
-        if not _equal(built._buffers.get(name), module._buffers[name]):
+    for name in built._non_persistent_buffers_set | module._non_persistent_buffers_set:
+        if not _equal(built._buffers.get(name), module._buffers.get(name)):
             return f"its buffer {name[:50]!r} is not persistent and was changed after it was made"
     return None
 

@@ -22,7 +22,7 @@ try:
 except ImportError:  # Windows: no locks, and so no removal of what others may be writing
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["AnyPath", "check_path", "open_regular", "shown", "write_bytes", "write_parts"]
+__all__ = ["AnyPath", "check_path", "open_regular", "os_error", "shown", "write_bytes", "write_parts"]
 
 AnyPath: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
@@ -44,10 +44,18 @@ def check_path(path: AnyPath) -> str:
     """The name of a file as text; bytes that are no text become surrogates, as everywhere in Python."""
     if not isinstance(path, str | bytes | os.PathLike):
         raise TypeError(f"path must be a str, bytes or os.PathLike, got {type(path).__name__}")
-    name = os.fsdecode(path)
-    if not name or "\0" in name:
-        raise ValueError(f"path must be the name of a file, got {'nothing' if not name else 'one with a null byte'}")
-    return name
+    try:
+        given = os.fspath(path)
+    except TypeError as error:
+        raise TypeError(f"path must be a str, bytes or os.PathLike, got {type(path).__name__}: {error}") from error
+    problem = "nothing" if not given else "one with a null byte" if "\0" in os.fsdecode(given) else None
+    try:
+        os.fsencode(given)
+    except UnicodeEncodeError:
+        problem = "one in characters that this system does not use in names"
+    if problem is not None:
+        raise ValueError(f"path must be the name of a file, got {problem}")
+    return os.fsdecode(given)
 
 
 def shown(name: AnyPath) -> str:
@@ -55,6 +63,13 @@ def shown(name: AnyPath) -> str:
     text = os.fsdecode(name)
     text = text if text.isprintable() else ascii(text)
     return text if len(text) <= 300 else f"{text[:150]}…{text[-100:]}"
+
+
+def os_error(number: int | None, message: str) -> OSError:
+    """The error of this number, which says the message and nothing else."""
+    made = type(OSError(number, ""))(message)
+    made.errno = number
+    return made
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
@@ -76,10 +91,11 @@ def write_parts(path: AnyPath, parts: Sequence[bytes | bytearray | memoryview]) 
     try:
         _write(name, Path(os.path.realpath(name)), parts)
     except _Refusal as refusal:
-        raise OSError(refusal.number, f"cannot write {shown(name)}: {refusal}") from None
+        raise os_error(refusal.number, f"cannot write {shown(name)}: {refusal}") from None
     except OSError as error:
         reason = error.strerror or error
-        raise OSError(error.errno, f"cannot write {shown(name)}: {reason}; what was there is untouched") from error
+        message = f"cannot write {shown(name)}: {reason}; what was there is untouched"
+        raise os_error(error.errno, message) from error
 
 
 class _Refusal(Exception):
@@ -101,6 +117,8 @@ def _write(name: str, target: Path, parts: Sequence[bytes | bytearray | memoryvi
             _keep_permissions(file.fileno(), mode)
         os.fsync(file.fileno())
         _give_name(file.fileno(), temporary)
+        if fcntl is None:
+            file.close()  # Windows renames no open file
         os.replace(temporary, target)
     _sync_folder(target.parent)
 
@@ -235,14 +253,12 @@ def open_regular(path: AnyPath) -> BinaryIO:
     try:
         found = os.stat(name)
         if not stat.S_ISREG(found.st_mode):
-            kind = IsADirectoryError if stat.S_ISDIR(found.st_mode) else OSError
-            raise kind(errno.EISDIR, f"{_what(found)}; name a file")
+            raise OSError(errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL, f"{_what(found)}; name a file")
         # Not blocking, for it may have become a pipe by now.
         number = os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except FileNotFoundError as error:
-        raise FileNotFoundError(
-            errno.ENOENT, f"cannot load {shown(name)}: there is no such file; check the name"
-        ) from error
+        message = f"cannot load {shown(name)}: there is no such file; check the name"
+        raise os_error(errno.ENOENT, message) from error
     except OSError as error:
-        raise type(error)(error.errno, f"cannot load {shown(name)}: {error.strerror or error}") from error
+        raise os_error(error.errno, f"cannot load {shown(name)}: {error.strerror or error}") from error
     return os.fdopen(number, "rb")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from misconv._checks import describe
-from misconv._files import shown
+from misconv._files import os_error, shown
 
 __all__ = ["FORMAT", "check_storable", "pack", "seal", "unpack"]
 
@@ -134,7 +134,7 @@ def unpack(file: BinaryIO, name: str) -> tuple[dict[str, Tensor], dict[str, Any]
     except MemoryError as error:
         raise ValueError(f"cannot load {shown(name)}: it does not fit into memory") from error
     except OSError as error:
-        raise OSError(error.errno, f"cannot load {shown(name)}: {error.strerror or error}") from error
+        raise os_error(error.errno, f"cannot load {shown(name)}: {error.strerror or error}") from error
     except ValueError as error:
         raise ValueError(f"cannot load {shown(name)}: {error}") from error
 
@@ -148,7 +148,8 @@ def _unpack(file: BinaryIO) -> tuple[dict[str, Tensor], dict[str, Any]]:
     length = int.from_bytes(start[:8], "little")
     if start[8:9] != b"{" or length > min(size - 8, _LONGEST_HEADER):
         raise ValueError(_what_it_is(file, start))
-    data = start + file.read()
+    file.seek(0)
+    data = file.read()
     try:
         table = json.loads(data[8 : 8 + length], object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:

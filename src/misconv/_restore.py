@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +26,9 @@ def fill(model: nn.Module, tensors: dict[str, Tensor], frozen: set[str], evaluat
         if tensor.dtype != tensors[name].dtype:
             tensor.grad = None  # of the other type
             tensor.data = tensor.data.to(tensors[name].dtype)
-    model.load_state_dict(tensors)
+    state = OrderedDict(tensors)
+    state._metadata = getattr(own, "_metadata", None)  # type: ignore[attr-defined]  # as in torch: versions of classes
+    model.load_state_dict(state)
     after = model.state_dict()
     wrong = [name for name, tensor in tensors.items() if name not in after or not _same(after[name], tensor)]
     if wrong:
@@ -41,7 +44,10 @@ def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
     """Put everything back if what is done to a module fails, its own `load_state_dict` and hooks included."""
     parts = [(part, {key: _copy(value) for key, value in vars(part).items()}) for part in model.modules()]
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    saved = [(t, t.data, t.detach().clone(), t.requires_grad, t.grad) for t in tensors.values() if _has_values(t)]
+    held = [t for t in tensors.values() if _has_values(t)]
+    # The copies of what lies on a GPU need not lie there too.
+    copies = [t.detach().clone() if t.device.type == "cpu" else t.detach().cpu() for t in held]
+    saved = [(t, t.data, values, t.requires_grad, t.grad) for t, values in zip(held, copies, strict=True)]
     try:
         yield
     except BaseException:
@@ -50,10 +56,13 @@ def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
             vars(part).update(attributes)
         with torch.no_grad():
             for tensor, data, values, needs_gradient, gradient in saved:
-                tensor.requires_grad_(False)
-                tensor.data = data.copy_(values)  # in the same memory, which others may look at
-                tensor.requires_grad_(needs_gradient)
-                tensor.grad = gradient
+                if tensor.data_ptr() != data.data_ptr() or not _same(tensor, values):
+                    # In the same memory, which others may look at.
+                    tensor.data = data if _same(data, values) else data.copy_(values)
+                if tensor.requires_grad != needs_gradient:
+                    tensor.requires_grad_(needs_gradient)
+                if tensor.grad is not gradient:
+                    tensor.grad = gradient
         raise
 
 
@@ -88,6 +97,8 @@ def _mismatch(mine: Any, theirs: Tensor) -> str | None:
         return f"is no tensor in the model but of type {type(mine).__name__}"
     if not _has_values(mine):
         return "has no values in the model"
+    if mine.is_inference() and not torch.is_inference_mode_enabled():
+        return "was made in inference mode in the model and cannot be changed"
     if mine.numel() and mine.shape != theirs.shape:  # what is empty gets its shape from the file
         return f"has shape {tuple(theirs.shape)} in the file and {tuple(mine.shape)} in the model"
     if _sort(mine) != _sort(theirs):

@@ -69,9 +69,9 @@ def _kernel(work: Callable[..., Any]) -> Kernel:
 
 
 def _split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The image with 0 in its holes, and where it is seen."""
+    """The image with 0 in its holes, or itself where it has none, and where it is seen."""
     seen = ~x.isnan() if x.is_floating_point() else torch.ones_like(x, dtype=torch.bool)
-    return (x.where(seen, 0) if x.is_floating_point() else x), seen
+    return (x if bool(seen.all()) else x.where(seen, 0)), seen
 
 
 def _mark(result: Tensor, seen: Tensor) -> Tensor:

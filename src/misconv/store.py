@@ -84,7 +84,8 @@ def load(path: AnyPath, into: nn.Module | None = None) -> nn.Module:
         if into is None:
             share(model, tensors)
     except Exception as error:  # a model of the user may raise anything while it is loaded
-        reason = str(error) if type(error) is ValueError else f"the model refuses it, {type(error).__name__}: {error}"
+        said = " ".join(str(error).split())  # in one line
+        reason = said if type(error) is ValueError else f"the model refuses it, {type(error).__name__}: {said[:300]}"
         raise ValueError(f"cannot load {shown(path)}: {reason}") from error
     return model
 

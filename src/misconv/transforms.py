@@ -68,9 +68,10 @@ class Incomplete(tv_tensors.Image):  # type: ignore[misc]  # torchvision is not 
         try:
             image = super().__new__(cls, data, **kwargs)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise type(error)(
-                f"data must be an image (…, C, H, W) or (H, W): a tensor, an array or a PIL image, got {_short(data)}: "
-                f"{str(error).splitlines()[0][:200]}"
+            kind = ValueError if isinstance(error, ValueError) or isinstance(data, Tensor) else TypeError
+            raise kind(
+                "data must be an image (…, C, H, W) or (H, W): a tensor, an array or a PIL image, with a dtype and "
+                f"on a device that it can have, got {_short(data)}: {str(error).splitlines()[0][:150]}"
             ) from error
         if image.is_complex():
             raise TypeError(f"data must be real numbers, NaN where they are missing, got {_short(data)}")
