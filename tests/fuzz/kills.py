@@ -69,6 +69,13 @@ def _data() -> tuple[Tensor, Tensor]:
     return torch.rand(12, 1, 6, 6, generator=generator), torch.rand(12, 1, 6, 6, generator=generator) < 0.8
 
 
+def _fabric() -> Any:
+    """The CPU, also where there is a GPU: a process that has used one cannot be forked."""
+    from lightning_fabric import Fabric
+
+    return Fabric(accelerator="cpu", devices=1)
+
+
 def _density(kind: str, checkpoint: Path | None) -> list[Tensor]:
     """All that a training leaves: parameters, buffers and numbers."""
     torch.manual_seed(1)
@@ -76,7 +83,16 @@ def _density(kind: str, checkpoint: Path | None) -> list[Tensor]:
     observed[0] = True
     density = misconv.SMFA(2, 1) if kind == "SMFA" else misconv.ConvDMFA(1, rank=1, widths=(4,), depths=(1,))
     history = misconv.fit_density(
-        density, x, observed, epochs=EPOCHS, batch_size=4, checkpoint=checkpoint, progress=False, seed=2, validation=0.2
+        density,
+        x,
+        observed,
+        epochs=EPOCHS,
+        batch_size=4,
+        checkpoint=checkpoint,
+        progress=False,
+        seed=2,
+        validation=0.2,
+        fabric=_fabric(),
     )
     return _left(density, history)
 
@@ -91,7 +107,7 @@ def _classifier(checkpoint: Path | None) -> list[Tensor]:
     )
     history = fit_classifier(
         network, x, torch.arange(12) % 2, validation_inputs=x[:4], validation_labels=torch.arange(4) % 2, epochs=EPOCHS,
-        batch_size=4, checkpoint=checkpoint, progress=False, seed=2,
+        batch_size=4, checkpoint=checkpoint, progress=False, seed=2, fabric=_fabric(),
     )  # fmt: skip
     return _left(network, history)
 
