@@ -227,10 +227,10 @@ class Standardized(nn.Conv2d):
 def convolution(choices: Choices, inside: int) -> tuple[nn.Module, int]:
     """The first convolution, and its number of output channels."""
     groups = choices.pick([1, 1, 1, inside])
-    outside = groups * choices.randint(1, 3)
+    outside, kernel = groups * choices.randint(1, 3), choices.pick([1, 3, 3, 3, (3, 2), 5])
     conv = nn.Conv2d(
-        inside, outside, choices.pick([1, 3, 3, 3, (3, 2), 5]), stride=choices.pick([1, 1, 2]),
-        padding=choices.pick([0, 1, 1, 2, (1, 0)]), dilation=choices.pick([1, 1, 1, 2]), groups=groups,
+        inside, outside, kernel, stride=choices.pick([1, 1, 2]),
+        padding=choices.pick([0, 1, 1, 2, (1, 0)]), dilation=1 if kernel == 5 else choices.pick([1, 1, 1, 2]), groups=groups,
         bias=choices.chance(0.6), padding_mode=choices.weighted({"zeros": 8, "reflect": 1, "replicate": 1, "circular": 1}),
     )  # fmt: skip
     kind = choices.weighted(
