@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from misconv._builder import CONTAINERS, DEEPEST, FUNCTIONS, Builder, class_name, constructor
 from misconv._checks import describe
 
-__all__ = ["describe_module", "rebuild"]
+__all__ = ["describe_model", "rebuild"]
 
 Description = dict[str, Any]
 
@@ -23,6 +23,13 @@ Description = dict[str, Any]
 _APART = {
     "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook",
 }  # fmt: skip
+
+
+def describe_model(model: nn.Module) -> Description:
+    """How to build a model like this one again, if its tensors are not tied in a way that a file cannot say."""
+    if _overlap([t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)]):
+        return _opaque_description(_full_name(type(model)), "tensors in it share memory and are not the same")
+    return describe_module(model)
 
 
 def describe_module(module: nn.Module, depth: int = 0) -> Description:
@@ -113,6 +120,19 @@ def _encode(value: Any, depth: int) -> Any:
     if callable(value):
         return {"module": _opaque_description(_full_name(value))}
     raise TypeError(f"no JSON for {describe(value)}")
+
+
+def _overlap(tensors: list[Tensor]) -> bool:
+    """Whether some of these see memory that others see too, such as a weight and its transpose."""
+    same = {(t.data_ptr(), t.shape, t.stride(), t.dtype, isinstance(t, nn.Parameter)): t for t in tensors if t.numel()}
+    ends: dict[tuple[Any, int], int] = {}
+    for tensor in sorted(same.values(), key=Tensor.data_ptr):
+        place = tensor.device, tensor.untyped_storage().data_ptr()
+        last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        if tensor.data_ptr() < ends.get(place, 0):
+            return True
+        ends[place] = tensor.data_ptr() + (last + 1) * tensor.element_size()
+    return False
 
 
 def _opaque(value: Any, depth: int = 0) -> list[str]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from misconv._files import shown
 
-__all__ = ["fill", "share", "unchanged_on_failure"]
+__all__ = ["fill", "is_channels_last", "lay_out", "share", "unchanged_on_failure"]
 
 
 def fill(model: nn.Module, tensors: dict[str, Tensor], frozen: set[str], evaluating: set[str]) -> None:
@@ -126,6 +126,18 @@ def _same(first: Tensor, second: Tensor) -> bool:
 def _some(names: list[str], separator: str = ", ") -> str:
     rest = f"{separator}and {len(names) - 6} more" if len(names) > 6 else ""
     return separator.join(names[:6]) + rest
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """Whether an image-like tensor lies in memory pixel by pixel."""
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+
+
+def lay_out(model: nn.Module, names: set[str]) -> None:
+    """Let tensors lie in memory pixel by pixel, as they did when they were saved."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in names and tensor.dim() == 4:
+            tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
 
 
 def share(model: nn.Module, tensors: dict[str, Tensor]) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from misconv._checks import describe
-from misconv._description import describe_module, rebuild
+from misconv._description import describe_model, rebuild
 from misconv._files import AnyPath, check_path, open_regular, shown, write_bytes, write_parts
 from misconv._format import check_storable, pack, unpack
-from misconv._restore import fill, share, unchanged_on_failure
+from misconv._restore import fill, is_channels_last, lay_out, share, unchanged_on_failure
 
 __all__ = ["load", "read", "save", "write", "write_bytes"]
 
@@ -50,9 +50,10 @@ def save(model: nn.Module, path: AnyPath) -> None:
         for name, tensor in state.items():
             check_storable(name, tensor)
         content = {
-            "model": describe_module(model),
+            "model": describe_model(model),
             "evaluating": [name for name, part in model.named_modules(remove_duplicate=False) if not part.training],
             "frozen": [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad],
+            "channels_last": [name for name, tensor in state.items() if is_channels_last(tensor)],
         }
     except RecursionError as error:
         raise ValueError(
@@ -65,8 +66,8 @@ def load(path: AnyPath, into: nn.Module | None = None) -> nn.Module:
     """Load a model that `save` has written, on the CPU; or load its tensors into a model of the same architecture.
 
     With `into` the model keeps its device, and nothing of it is changed if anything fails. Types of tensors, frozen
-    parameters, and training or evaluation mode are restored in both cases; shared parameters are shared again. See
-    `save` for an example.
+    parameters, and training or evaluation mode are restored in both cases; without `into`, shared parameters are shared
+    again and channels_last ones lie so again. See `save` for an example.
     """
     if into is not None and not isinstance(into, nn.Module):
         raise TypeError(f"into must be a torch.nn.Module or None, got {describe(into)}")
@@ -82,6 +83,7 @@ def load(path: AnyPath, into: nn.Module | None = None) -> nn.Module:
         with unchanged_on_failure(model) if model is into else contextlib.nullcontext():
             fill(model, tensors, frozen, evaluating)
         if into is None:
+            lay_out(model, _names(content, "channels_last"))
             share(model, tensors)
     except Exception as error:  # a model of the user may raise anything while it is loaded
         said = " ".join(str(error).split())  # in one line
@@ -91,7 +93,7 @@ def load(path: AnyPath, into: nn.Module | None = None) -> nn.Module:
 
 
 def _names(content: dict[str, Any], key: str) -> set[str]:
-    names = content.get(key)
+    names = content.get(key, [] if key == "channels_last" else None)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"its description is broken, {key} must be a list of names, got {type(names).__name__}")
     return set(names)
