@@ -96,7 +96,8 @@ def moments(parts: tuple[Tensor, ...], convolution: Convolution, image: tuple[in
     variance = noise @ matrix.square() + (factors @ matrix).square().sum(2)
     with torch.no_grad():
         magnitude = convolution.matrix(image, convolution.weight.abs())[0]
-        mean_error = means.abs() @ magnitude + bias.abs()
+        # All components are computed by their difference from the first.
+        mean_error = (means.abs() + means[:, :1].abs()) @ magnitude + bias.abs()
         spread_error = (factors.abs() @ magnitude).square().sum(2).sqrt() + variance.sqrt()
         # A pixel that padding repeats may meet weights that cancel.
         cancelled = noise @ (magnitude.square() - matrix.square()).clamp_min(0)
