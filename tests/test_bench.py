@@ -250,7 +250,9 @@ def test_a_file_that_is_not_of_a_benchmark_is_refused_before_the_work(
     monkeypatch.setattr(bench, "run", lambda *args, **options: pytest.fail("it was started"))
     result = call(*CPU, "--out", str(tmp_path / "layer.json"))
     assert result.exit_code == 2
-    assert re.fullmatch(r"misconv: --out must be new or written by this command, got .*; choose another one\n", result.stderr)
+    assert re.fullmatch(
+        r"misconv: --out must be new or written by this command, got .*; choose another one\n", result.stderr
+    )
     assert (tmp_path / name).read_text(encoding="latin-1") == content
 
 

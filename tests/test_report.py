@@ -214,7 +214,10 @@ def test_overwrite_refuses_what_is_not_ours(
         report.write_demo(result, tmp_path, overwrite=True)
         return
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    with pytest.raises(FileExistsError, match="folder must (be new or written by this command|hold a report of misconv to be overwritten), got"):
+    with pytest.raises(
+        FileExistsError,
+        match="folder must (be new or written by this command|hold a report of misconv to be overwritten), got",
+    ):
         report.write_demo(result, tmp_path, overwrite=True)
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
@@ -250,7 +253,10 @@ def test_a_folder_that_cannot_be_made_is_named(result: Demo, tmp_path: Path, mon
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(OSError, match="folder must be in a place you may write to, got .*new: Read-only file system; choose another one"):
+    with pytest.raises(
+        OSError,
+        match="folder must be in a place you may write to, got .*new: Read-only file system; choose another one",
+    ):
         report.write_demo(result, tmp_path / "new")
 
 

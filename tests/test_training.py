@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import math
 import os
 import random
@@ -7,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -225,7 +228,9 @@ def test_a_checkpoint_of_something_else_is_refused_and_kept(tmp_path: Path) -> N
     ):
         fit_density(small(), x, observed, epochs=2, seed=1, checkpoint=path, progress=False)
     with pytest.raises(ValueError, match="but its module.rank is 2 and not 1; give"):
-        fit_density(ConvDMFA(1, rank=1, widths=(8,), depths=(1,)), x, observed, epochs=2, checkpoint=path, progress=False)
+        fit_density(
+            ConvDMFA(1, rank=1, widths=(8,), depths=(1,)), x, observed, epochs=2, checkpoint=path, progress=False
+        )
     with pytest.raises(ValueError, match="but its module.class is 'ConvDMFA' and not 'SMFA'"):
         fit_density(SMFA(2, 1), x, observed, epochs=2, checkpoint=path, progress=False)
     with pytest.raises(ValueError, match="but its data is"):
@@ -237,6 +242,186 @@ def test_a_checkpoint_of_something_else_is_refused_and_kept(tmp_path: Path) -> N
     path.write_bytes(before[: len(before) // 2])
     with pytest.raises(ValueError, match="run.safetensors"):
         fit_density(small(), x, observed, epochs=2, checkpoint=path, progress=False)
+
+
+class Own(nn.Module):
+    """A density of one's own, whose activation is no module."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor], scale: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.activation, self.scale = small(), activation, scale
+        self.extra = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor, observed: Tensor) -> MFA:
+        p = self.inner(x, observed)
+        assert isinstance(p, MFA)
+        return MFA(p.logits, p.means + 0 * self.activation(p.means), p.factors, p.noise, p.observed, check=False)
+
+
+def with_activation(activation: nn.Module) -> ConvDMFA:
+    density = small()
+    density.features[1] = activation
+    return density
+
+
+OTHERS: list[tuple[Callable[[], nn.Module], Callable[[], nn.Module], dict[str, Any], dict[str, Any], str]] = [
+    (small, lambda: with_activation(nn.GELU()), {}, {}, "its module.features.1.class is 'ReLU' and not 'GELU'"),
+    (lambda: with_activation(nn.LeakyReLU(0.1)), lambda: with_activation(nn.LeakyReLU(0.2)), {}, {}, "its module.features.1.negative_slope is 0.1 and not 0.2"),
+    (lambda: Own(torch.tanh), lambda: Own(torch.sin), {}, {}, "its module.activation is 'tanh' and not 'sin'"),
+    (lambda: Own(torch.tanh), lambda: Own(torch.tanh, 2.0), {}, {}, "its module.scale is 1.0 and not 2.0"),
+    (small, lambda: frozen(), {}, {}, "its module.frozen is of length 0"),
+    (small, small, {}, {"learning_rate": 2e-3}, "its learning_rate in epoch 1 is 0.001 and not 0.002"),
+    (small, small, {"learning_rate": [1e-3, 5e-4].__getitem__}, {"learning_rate": [1e-3, 1e-4, 1e-5].__getitem__}, "its learning_rate in epoch 2 is 0.0005 and not 0.0001"),
+    (small, small, {}, {"batch_size": 32}, "its batch_size is 64 and not 32"),
+    (small, small, {}, {"mse_epochs": 1}, "its mse_epochs is 0 and not 1"),
+    (small, small, {}, {"fraction": 0.3}, "its shape.1 is|its fraction is 0.25 and not 0.3"),
+    (small, small, {}, {"shape": missing.noise}, "its shape.0 is 'square' and not 'noise'"),
+    (small, small, {"shape": functools.partial(missing.stripes)}, {"shape": functools.partial(missing.free_form)}, "its shape.0.0 is 'stripes' and not 'free_form'"),
+    (small, small, {}, {"validation": 0.2}, "its validation is 0.1 and not 0.2"),
+    (small, small, {}, {"patience": 3}, "its patience is None and not 3"),
+    (lambda: SMFA(2, 1), lambda: SMFA(2, 1), {}, {"seed": 1}, "its seed is 0 and not 1"),
+    (lambda: SMFA(2, 1), lambda: SMFA(2, 2), {}, {}, "its module.rank is 1 and not 2"),
+]  # fmt: skip
+
+
+def frozen() -> ConvDMFA:
+    density = small()
+    density.means.requires_grad_(False)
+    return density
+
+
+@pytest.mark.parametrize(("first", "second", "before", "now", "message"), OTHERS, ids=[case[-1] for case in OTHERS])
+def test_another_training_does_not_go_on_from_it(
+    first: Callable[[], nn.Module], second: Callable[[], nn.Module], before: dict[str, Any], now: dict[str, Any],
+    message: str, tmp_path: Path,
+) -> None:  # fmt: skip
+    """All tensors have the same shapes. It says what differs, in two lines at most, and nothing is changed."""
+    x, observed = images(48)
+    path = tmp_path / "run.safetensors"
+    fit_density(first(), x, observed, epochs=2, checkpoint=path, progress=False, **before)
+    content, density = path.read_bytes(), second()
+    start = {name: value.clone() for name, value in density.state_dict().items()}
+    with pytest.raises(ValueError, match=f"checkpoint .* must be of the same training, but ({message})") as caught:
+        fit_density(density, x, observed, epochs=3, checkpoint=path, progress=False, **{**before, **now})
+    assert len(str(caught.value)) < 400
+    assert path.read_bytes() == content
+    assert all(torch.equal(value, start[name]) for name, value in density.state_dict().items())
+    # The same one does.
+    assert len(fit_density(first(), x, observed, epochs=2, checkpoint=path, progress=False, **before)) == 2
+
+
+@pytest.mark.parametrize("kind", ["network", "em"])
+@pytest.mark.parametrize("poison", [math.nan, math.inf, 1e30])
+def test_a_checkpoint_does_not_read_what_is_missing(kind: str, poison: float, tmp_path: Path) -> None:
+    x, observed = images(48)
+
+    def make() -> nn.Module:
+        return small() if kind == "network" else SMFA(2, 1)
+
+    straight = make()
+    fit_density(straight, x, observed, epochs=3, progress=False)
+    fit_density(make(), x, observed, epochs=2, checkpoint=tmp_path / "run", progress=False)
+    again = make()
+    fit_density(again, x.masked_fill(~observed, poison), observed, epochs=3, checkpoint=tmp_path / "run", progress=False)
+    assert same(again, straight)
+
+
+@pytest.mark.parametrize("kind", ["network", "em"])
+def test_fewer_epochs_than_were_done_are_refused(kind: str, tmp_path: Path) -> None:
+    x, observed = images(48)
+    for epochs in (3, 2):
+        density = small() if kind == "network" else SMFA(2, 1)
+        if epochs == 3:
+            fit_density(density, x, observed, epochs=3, checkpoint=tmp_path / "run", progress=False)
+    before = (tmp_path / "run").read_bytes()
+    with pytest.raises(ValueError, match="epochs must be at least 3, which checkpoint .*run has done, got 2"):
+        fit_density(density, x, observed, epochs=2, checkpoint=tmp_path / "run", progress=False)
+    assert (tmp_path / "run").read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["network", "em"])
+def test_a_checkpoint_that_is_not_whole_is_refused(kind: str, tmp_path: Path) -> None:
+    """A tensor less, one more, or another in its place; numbers that are none. Nothing is filled in."""
+    x, observed = images(48)
+    path = tmp_path / "run"
+
+    def fit() -> nn.Module:
+        density = small() if kind == "network" else SMFA(2, 1)
+        fit_density(density, x, observed, epochs=3, checkpoint=path, progress=False)
+        return density
+
+    done = small() if kind == "network" else SMFA(2, 1)
+    fit_density(done, x, observed, epochs=2, checkpoint=path, progress=False)
+    tensors, meta = store.read(path)
+    damaged: list[tuple[dict[str, Tensor], dict[str, Any]]] = []
+    for name, tensor in tensors.items():
+        rest = {key: value for key, value in tensors.items() if key != name}
+        damaged += [(rest, meta), (rest | {name: tensor.reshape(1, *tensor.shape)}, meta)]
+    name, tensor = next((n, t) for n, t in tensors.items() if t.is_floating_point())
+    damaged += [(tensors | {"more": tensor}, meta), (tensors | {name: tensor.half()}, meta)]
+    kinds = {key: value for key, value in meta["tensors"].items() if key != name}
+    damaged.append(({key: value for key, value in tensors.items() if key != name}, {**meta, "tensors": kinds}))
+    for bad in (None, 3, "x", [], [1], {}, [{}], [None]):
+        for key in ("jobs", "seconds", "history", "floor"):
+            if key in meta and not (key == "seconds" and bad == 3):
+                damaged.append((tensors, {**meta, key: bad}))
+    if kind == "network":
+        for key in ("history", "rates", "best_score", "best_epoch"):
+            damaged += [(tensors, {**meta, "jobs": [{**meta["jobs"][0], key: bad}]}) for bad in (None, "x", [], [[]])]
+    for number, (some, numbers) in enumerate(damaged):
+        store.write(path, some, numbers)
+        content = path.read_bytes()
+        with pytest.raises(ValueError, match="checkpoint .*run must be (whole|of the same training)") as caught:
+            fit()
+        assert len(str(caught.value).splitlines()) == 1, number
+        assert path.read_bytes() == content
+    for bad in (None, "x", []):
+        store.write(path, tensors, {**meta, "settings": bad})
+        with pytest.raises(ValueError, match="checkpoint .* must be one of a training, got another file of misconv"):
+            fit()
+    store.write(path, tensors, meta)
+    fit()
+
+
+def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
+    x, observed = images(48)
+    path = tmp_path / "run"
+    fit_density(small(), x, observed, epochs=1, checkpoint=path, progress=False)
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[20] ^= 255
+    for content in (b"", b"mine", whole[:-1], whole[:100], bytes(flipped), b"\x80\x04junk"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="cannot load .*run") as caught:
+            fit_density(small(), x, observed, epochs=2, checkpoint=path, progress=False)
+        assert len(str(caught.value).splitlines()) == 1
+        assert path.read_bytes() == content
+
+
+def test_two_trainings_do_not_share_a_file(tmp_path: Path) -> None:
+    """The one that finds the other's checkpoint in its place says so, and leaves it."""
+    x, observed = images(48)
+    path = tmp_path / "run"
+
+    def rate(epoch: int) -> float:
+        if epoch == 1:
+            fit_density(small(), x, observed, epochs=1, seed=1, checkpoint=tmp_path / "other", progress=False)
+            (tmp_path / "other").replace(path)
+        return 1e-3
+
+    with pytest.raises(FileExistsError, match="checkpoint .*run must belong to one training, but another one has written"):
+        fit_density(small(), x, observed, epochs=3, learning_rate=rate, checkpoint=path, progress=False)
+    assert store.read(path)[1]["settings"]["seed"] == 1
+    # A file that somebody has removed is written again.
+    other = tmp_path / "removed"
+
+    def remove(epoch: int) -> float:
+        other.unlink(missing_ok=True)
+        return 1e-3
+
+    fit_density(small(), x, observed, epochs=3, learning_rate=remove, checkpoint=other, progress=False)
+    assert other.exists()
 
 
 def test_a_checkpoint_of_a_classifier_belongs_to_its_inputs(tmp_path: Path) -> None:
@@ -263,52 +448,35 @@ def test_an_unwritable_checkpoint_says_so(tmp_path: Path) -> None:
             FileNotFoundError, match="checkpoint must be in a folder that exists, got .*nowhere/run; create"
         ):
             fit_density(density, x, observed, epochs=1, checkpoint=tmp_path / "nowhere" / "run", progress=False)
+        with pytest.raises(IsADirectoryError, match="checkpoint must be a file, got .*, which is a folder or a device"):
+            fit_density(density, x, observed, epochs=1, checkpoint=tmp_path, progress=False)
+        with pytest.raises(OSError, match="checkpoint must be in a folder you may write to, got .*: File name too long"):
+            fit_density(density, x, observed, epochs=1, checkpoint=tmp_path / ("x" * 300), progress=False)
+        for bad in ("", "a\0b"):
+            with pytest.raises(ValueError, match="checkpoint must be the name of a file, got"):
+                fit_density(density, x, observed, epochs=1, checkpoint=bad, progress=False)
+        for wrong in (3, b"x", True, ["x"]):
+            with pytest.raises(TypeError, match="checkpoint must be a path or None, got"):
+                fit_density(density, x, observed, epochs=1, checkpoint=wrong, progress=False)  # type: ignore[arg-type]
 
 
-# Processes ---------------------------------------------------------------------------------------------------------
-
-TWO = """
-import gc, sys, torch
-from lightning_fabric import Fabric
-from misconv import SMFA, ConvDMFA, data, fit_density, missing
-torch.set_num_threads(1)
-x, _ = data.digits()
-x, observed = x[:128], missing.square(128, 8, 8, generator=torch.Generator().manual_seed(0))
-torch.manual_seed(0)
-from torch import nn
-density = ConvDMFA(1, rank=2, widths=(8,), depths=(1,))
-for name, module in list(density.named_modules()):
-    if isinstance(module, nn.BatchNorm2d):  # its statistics would be those of half a batch
-        parent = density.get_submodule(name.rpartition(".")[0])
-        setattr(parent, name.rpartition(".")[2], nn.Identity())
-fabric = Fabric(accelerator="cpu", devices=int(sys.argv[1]), strategy="ddp" if sys.argv[1] == "2" else "auto")
-fabric.launch()
-history = fit_density(density, x, observed, epochs=2, learning_rate=1e-4, batch_size=42, fabric=fabric, progress=False)
-mixture = SMFA(2, 1)
-fit_density(mixture, x, observed, epochs=3, fabric=fabric, progress=False)
-if fabric.global_rank == 0:
-    torch.save((density.state_dict() | mixture.state_dict(), history), sys.argv[2])
-if torch.distributed.is_initialized():
-    gc.collect()  # what still knows the group would keep its threads alive beyond the end of Python
-    torch.distributed.destroy_process_group()
-"""
-
-
-def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    (tmp_path / "two.py").write_text(TWO)
-    results = []
-    for processes in ("1", "2"):
-        result = tmp_path / f"{processes}.pt"
-        command = [sys.executable, str(tmp_path / "two.py"), processes, str(result)]
-        environment = {**os.environ, "MASTER_ADDR": "127.0.0.1"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, check=False)
-        assert done.returncode == 0, done.stderr
-        results.append(torch.load(result))
-    (one, first), (two, second) = results
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-5)
-    for a, b in zip(first, second, strict=True):
-        assert a == pytest.approx(b, rel=1e-3, abs=1e-4)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="limits of a process are POSIX's")
+def test_a_full_disk_is_noticed_before_the_work(tmp_path: Path) -> None:
+    """As a process sees it that may not write another byte."""
+    code = (
+        "import resource, signal, sys, torch\n"
+        "from misconv import ConvDMFA, fit_density\n"
+        "x = torch.rand(4, 1, 8, 8)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "def rate(epoch): raise SystemExit('it was begun')\n"
+        "try: fit_density(ConvDMFA(1), x, x > 0.2, learning_rate=rate, checkpoint=sys.argv[1], progress=False)\n"
+        "except OSError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True, check=True)
+    assert "checkpoint must be in a folder you may write to, got" in done.stdout
+    assert "File too large" in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])

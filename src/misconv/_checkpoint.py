@@ -32,7 +32,7 @@ class Checkpoint:
         self._written: tuple[int, int] | None = None
 
     def read(self, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Tensors and numbers of the same training, None where there is no file; any other file is refused, and stays."""
+        """Tensors and numbers of the same training, None where there is no file; any other file is refused."""
         found: Any = None
         if self.path is not None and self.fabric.global_rank == 0:
             try:

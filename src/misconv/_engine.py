@@ -73,8 +73,6 @@ def train(
     found = file.read(settings)
     captured = all(job.resident for job in jobs) and _can_capture(fabric)
     with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
         loans = [stack.enter_context(borrowed(job.module, fabric.device)) for job in jobs]
         for job in jobs:
             if job.synchronize:

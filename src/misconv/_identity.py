@@ -89,9 +89,9 @@ def _function(function: Any, depth: int = 0) -> Any:
     if isinstance(function, functools.partial) and depth < _DEEPEST:
         given = [*function.args, *sorted(function.keywords.items())]
         return [_function(function.func, depth + 1), *(identify(each, depth + 1) for each in given)]
-    name = getattr(function, "__qualname__", type(function).__qualname__)
     if not isinstance(function, FunctionType) or _is_known(function):
-        return name
+        return getattr(function, "__name__", type(function).__qualname__)
+    name = function.__qualname__
     cells = [cell.cell_contents for cell in function.__closure__ or () if depth < _DEEPEST]
     return [name, _digest(function), *(identify(each, depth + 1) for each in cells)]
 

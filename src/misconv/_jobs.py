@@ -292,7 +292,8 @@ def _call(name: str, model: nn.Module, batch: Any) -> Any:
     try:
         return model(*batch) if isinstance(batch, tuple) else model(batch)
     except RuntimeError as error:
-        if type(error) is not RuntimeError:  # out of memory, a broken device, a process that is gone
+        # Out of memory, a broken device, a process that is gone; or a step that cannot be captured, and is launched.
+        if type(error) is not RuntimeError or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             raise
         given = " and ".join(describe(each) for each in (batch if isinstance(batch, tuple) else (batch,)))
         reason = (str(error).splitlines() or [""])[0][:200]
@@ -365,10 +366,10 @@ def _check_labelled(prefix: str, inputs: Inputs, labels: Tensor) -> Tensor:
 
 def _check_inputs(name: str, inputs: Inputs) -> int:
     """How many images there are."""
-    parts = inputs if isinstance(inputs, tuple) else (inputs,)
+    parts: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else (inputs,)
     if not parts or not all(isinstance(part, Tensor | MFA) for part in parts):
         raise TypeError(f"{name} must be an MFA, a tensor or a tuple of tensors, got {describe(inputs)}")
-    sizes = {len(part) if isinstance(part, MFA) or part.dim() else 0 for part in parts}  # type: ignore[union-attr]
+    sizes = {len(part) if isinstance(part, MFA) or part.dim() else 0 for part in parts}
     if len(sizes) != 1 or 0 in sizes:
         raise ValueError(f"{name} must hold one row for each image, got {' and '.join(map(describe, parts))}")
     return sizes.pop()

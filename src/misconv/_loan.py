@@ -33,7 +33,9 @@ class Loan:
             for name, buffer in part._buffers.items()
             if buffer is not None
         ]
-        self.result: dict[str, Any] | None = copy.deepcopy(module.state_dict())
+        came = copy.deepcopy(module.state_dict())
+        self.result: dict[str, Any] | None = came
+        self.frozen = [(p, came[name]) for name, p in module.named_parameters() if not p.requires_grad and name in came]
         for parameter in module.parameters():
             parameter.grad = None  # those of a training would stay behind on its device
 
@@ -44,6 +46,8 @@ class Loan:
         self._return()
         if self.result is not None:  # after the types: what it came with is not to be rounded
             self.module.load_state_dict(self.result)
+        for parameter, value in self.frozen:  # less precision has rounded these, too
+            parameter.data.copy_(value)
 
     def _return(self) -> None:
         devices = {entry[1] for entry in self.parameters} | {entry[2] for entry in self.buffers}

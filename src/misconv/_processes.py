@@ -51,7 +51,8 @@ class _OverProcesses(nn.modules.batchnorm._BatchNorm):
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, …), normalized over everything but the channels."""
         if not self.training and self.running_mean is not None:
-            return super().forward(x)
+            fixed: Tensor = super().forward(x)
+            return fixed
         over = [0, *range(2, x.dim())]
         shape = [1, -1] + [1] * (x.dim() - 2)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -63,7 +64,7 @@ class _OverProcesses(nn.modules.batchnorm._BatchNorm):
         variance = _Sum.apply(apart.square().sum(over)) / number
         if self.training and self.track_running_stats:
             self._track(mean.detach(), (variance * number / (number - 1).clamp_min(1)).detach())
-        out = apart * torch.rsqrt(variance + self.eps).view(shape)
+        out: Tensor = apart * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             out = out * self.weight.view(shape) + self.bias.view(shape)
         return out.to(x.dtype)

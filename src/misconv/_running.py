@@ -28,6 +28,8 @@ __all__ = ["Job", "Rate", "Running", "generator", "rate_of", "under"]
 
 Rate = float | Callable[[int], float]
 
+_LARGEST_RATE = 1e30  # Adam's steps, up to ten times as large, are numbers of float32 still
+
 
 @dataclass
 class Job:
@@ -96,7 +98,8 @@ class Running:
         self.history: list[Record] = []
         self.rates: list[float] = []
         self.best_score, self.best_epoch = math.inf, -1
-        self.full = _full(job.size, job.batch_size, fabric.world_size)
+        self.least = _least(job, fabric.world_size)
+        self.full = _full(job.size, job.batch_size, self.least)
         self.order = torch.zeros(self.full, job.batch_size, dtype=torch.int64, device=fabric.device)
         self.cursor = torch.zeros(1, dtype=torch.int64, device=fabric.device)
         self.sums = torch.zeros(job.figures, dtype=torch.float64, device=fabric.device)
@@ -110,7 +113,7 @@ class Running:
     def begin(self, epoch: int) -> None:
         """Shuffle, set the learning rate, let the job prepare itself."""
         shuffled = torch.randperm(self.job.size, generator=generator(self.job.seed, epoch), device="cpu")
-        self.batches = list(_batches(shuffled, self.job.batch_size, self.fabric.world_size))
+        self.batches = list(_batches(shuffled, self.job.batch_size, self.least))
         if self.full:
             self.order.copy_(torch.stack(self.batches[: self.full]))
         if self.job.resident:  # then data are indexed on the device, and not before they are sent there
@@ -250,25 +253,31 @@ def generator(seed: int, purpose: int | str, device: torch.device | str = "cpu")
     return torch.Generator(device).manual_seed((seed * 1_000_003 + number) % 2**63)
 
 
-def _batches(indices: Tensor, batch_size: int, processes: int) -> Iterator[Tensor]:
-    """Batches; a last one with fewer than two images a process joins the one before it, for BatchNorm's sake."""
+def _least(job: Job, processes: int) -> int:
+    """The size of the smallest batch: two images, at least one for a process, and two where it normalizes its share."""
+    norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in job.module.modules())
+    return 2 * processes if norms and not job.synchronize else max(2, processes)
+
+
+def _batches(indices: Tensor, batch_size: int, least: int) -> Iterator[Tensor]:
+    """Batches; a last one of fewer images than the smallest may have joins the one before it."""
     parts = list(indices.split(batch_size))
-    if len(parts) > 1 and len(parts[-1]) < 2 * processes:
+    if len(parts) > 1 and len(parts[-1]) < least:
         parts[-2:] = [torch.cat(parts[-2:])]
     yield from parts
 
 
-def _full(size: int, batch_size: int, processes: int) -> int:
+def _full(size: int, batch_size: int, least: int) -> int:
     """How many of the batches have the full size; they come first."""
-    return sum(len(part) == batch_size for part in _batches(torch.arange(size, device="cpu"), batch_size, processes))
+    return sum(len(part) == batch_size for part in _batches(torch.arange(size, device="cpu"), batch_size, least))
 
 
 def rate_of(learning_rate: Rate, epoch: int) -> float:
     """The learning rate of an epoch, checked."""
     rate = learning_rate(epoch) if callable(learning_rate) else learning_rate
-    if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 <= rate < math.inf:
-        least = "a finite number of at least 0"
-        must = f"return {least} for epoch {epoch}" if callable(learning_rate) else f"be {least}, or a function"
+    if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 <= rate <= _LARGEST_RATE:
+        number = f"a number from 0 to {_LARGEST_RATE:g}"
+        must = f"return {number} for epoch {epoch}" if callable(learning_rate) else f"be {number}, or a function"
         raise ValueError(f"learning_rate must {must}, got {describe(rate)}")
     return float(rate)
 

@@ -22,7 +22,7 @@ Record = dict[str, float]
 def one_device(device: torch.device | str | None = None) -> Fabric:
     """One process on a device, "cuda", "cuda:1" or "cpu"; on a GPU if there is one and none is named."""
     fabric_class = _fabric_class()
-    from lightning_fabric.plugins.environments import LightningEnvironment
+    from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     devices = 1 if where.type == "cpu" or where.index is None else [where.index]

@@ -215,7 +215,7 @@ def choose(device: str | None, only: Sequence[str], out: Path | None) -> tuple[t
 
 
 def _check_out(out: Path) -> None:
-    """Asked before minutes of work: can the numbers be written, and are they in nobody's way?"""
+    """Whether the numbers can be written, and replace nothing but such numbers: asked before minutes of work."""
     try:
         if out.is_dir():
             raise ValueError(f"--out must name a file, got the folder {out}")

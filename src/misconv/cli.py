@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import errno
 import io
 import itertools
+import os
 import re
 import signal
 import sys
@@ -17,7 +19,7 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 try:
     import typer
@@ -40,17 +42,43 @@ QUICK: dict[str, Any] = {"images": 460, "train": 300, "validation": 60, "dmfa_ep
 LARGEST_SEED = 2**31 - 1
 ASCII = {"−": "-", "–": "-", "×": "x", "±": "+-", "µ": "u", "“": '"', "”": '"', "…": "...", "·": "*", "σ": "sd"}
 
+# Of a disk that is full or broken, of a reader that is gone.
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EPIPE, errno.EBADF, errno.EFBIG, errno.EDQUOT)
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def main() -> None:
     """The entry point of `misconv` and `python -m misconv`."""
+    # Where they are closed, Python has none at all.
+    sys.stdout, sys.stderr = (stream or io.StringIO() for stream in (sys.stdout, sys.stderr))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A ± must not end the run where the output knows only ASCII; nor may a number lose its sign.
             codecs.register_error("misconv", _spelled)
             stream.reconfigure(errors="misconv")
-    app(prog_name="misconv")
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # nobody reads on: end there, as other commands do
+    try:
+        try:
+            app(prog_name="misconv")
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        _end("stopped", 130)
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
+            raise
+        _end(f"the output cannot be written: {error.strerror}", 2)
+
+
+def _end(message: str, code: int) -> NoReturn:
+    """One line, and no second attempt to write what is left of the output."""
+    with contextlib.suppress(OSError):
+        print(f"misconv: {message}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(code)
 
 
 def _spelled(error: UnicodeError) -> tuple[str, int]:

@@ -68,8 +68,8 @@ def check_folder(folder: Path, *, overwrite: bool = False) -> None:
         raise type(error)(f"folder must be a folder or a new name, got {folder}: {error.strerror or error}") from error
     if found and not overwrite:
         raise FileExistsError(
-            f"folder must be new or empty, got {folder} with files in it; choose another one, or replace a report in it "
-            "(overwrite=True, or --overwrite)"
+            f"folder must be new or empty, got {folder} with files in it; choose another one, or replace a report in "
+            "it (overwrite=True, or --overwrite)"
         )
     if found and not set(FILES) & set(found):
         raise FileExistsError(

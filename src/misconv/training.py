@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["fit_classifier", "fit_density"]
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def fit_density(
     density: nn.Module,
     images: Tensor,
@@ -105,6 +107,8 @@ def fit_density(
     return history
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def fit_classifier(
     network: nn.Module,
     inputs: MFA | Tensor | tuple[Tensor, ...],
@@ -202,7 +206,7 @@ def _fit_by_em(
     home = images.device
     # In one piece each, so that all pieces together are the images in their order.
     images, observed = (t.tensor_split(world)[rank].to(fabric.device) for t in (images, observed))
-    with _returned(density, home), torch.inference_mode(False):
+    with _returned(density, home):
         if found is None:
             density.begin(images, observed, seed=job.seed)
         else:
@@ -225,7 +229,7 @@ def _resume_em(
     density: SMFA, images: Tensor, file: Checkpoint, tensors: dict[str, Tensor], meta: dict[str, Any], iterations: int
 ) -> None:
     history, floor = meta.get("history"), meta.get("floor")
-    numbers = [*history, floor] if isinstance(history, list) and history else [None]
+    numbers: list[Any] = [*history, floor] if isinstance(history, list) and history else [None]
     if not all(isinstance(number, float) and math.isfinite(number) for number in numbers):
         raise file.damaged("its numbers are not those of a training")
     if len(numbers) - 1 > iterations:
@@ -240,7 +244,7 @@ def _resume_em(
 
 @contextmanager
 def _returned(density: SMFA, home: torch.device) -> Iterator[None]:
-    """An SMFA goes back to where its tensors were, `home` if it had none; after an error as EM left it, or as it came."""
+    """An SMFA goes back to where its tensors were, or `home`; after an error it is as EM left it, or as it came."""
     before, known = dict(density._buffers), dict(vars(density))
     history = density.history
     try:

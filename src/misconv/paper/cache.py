@@ -153,6 +153,8 @@ def _check_kind(record: dict[str, Any], kind: str) -> None:
         raise ValueError("a text is missing")
     for name in numbers:
         number = record[name]
+        if number is None and kind == "density":  # an infinite one, which JSON does not know
+            continue
         if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
             raise ValueError(f"{name} is no number")
         if name.startswith("accuracy") and not 0 <= number <= 1:
