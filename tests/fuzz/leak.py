@@ -69,7 +69,9 @@ def _run(problem: Problem, x: Tensor) -> list[Tensor]:
     """Everything that comes out, and the gradient of it in the image where there is one."""
     x.requires_grad_()
     results = [t for t in problem(x) if t is not None]
-    total = sum((t.square().sum() for t in results if t.requires_grad), start=torch.zeros((), device=x.device))
+    # Every result in units of its own, so that no square overflows.
+    parts = [(t / t.detach().abs().max().clamp_min(1e-30)).square().sum() for t in results if t.requires_grad]
+    total = sum(parts, start=torch.zeros((), device=x.device))
     slope = torch.autograd.grad(total, x, allow_unused=True)[0] if total.requires_grad else None
     return [t.detach() for t in results] + ([] if slope is None else [slope])
 

@@ -302,7 +302,8 @@ def _flat(network: Network, channel: Tensor, components: int) -> Callable[[Tenso
             slope = activation.weight.detach().expand(int(channel.max()) + 1 if activation.weight.numel() == 1 else -1)
             result: Tensor = torch.where(x > 0, x, slope[channel.repeat_interleave(components)][:, None] * x)
         else:
-            result = activation(x.clone())
+            x = x.clone()  # which the activation may change in place, here as in the network
+            result = activation(x)
         return result + x if network.extra == "response twice" else result
 
     return plain
