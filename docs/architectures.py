@@ -23,7 +23,6 @@ from torch.utils import _pytree as pytree
 
 import misconv
 from misconv import MFA
-from misconv._stem import Follow, State
 from misconv.convert import Converted, convert
 
 DOCS = Path(__file__).parent
@@ -130,29 +129,10 @@ def difference(ours: Any, theirs: Any) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(leaves(ours), leaves(theirs), strict=True))
 
 
-class _StemEnds(Exception):  # not an error
-    """Carries the activation out of a network that need not run any further."""
-
-
-class _Until(Follow):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = self.state.now
-        result = super().__torch_function__(func, types, args, kwargs)
-        if before is not None and self.state.now is None:
-            raise _StemEnds(result)
-        return result
-
-
 def stem_of(net: Converted, p: MFA) -> Tensor:
     """What the stem of a converted network hands to the rest."""
-    image = p.mean
-    try:
-        with _Until(State(net.stem, p, image, net._activation())):
-            net.network(image)
-    except _StemEnds as end:
-        result: Tensor = end.args[0]
-        return result
-    raise RuntimeError("the stem never ended")
+    _, outputs = net.run_stem(p)
+    return outputs[-1][1]
 
 
 def against_monte_carlo(net: Converted, side: int) -> dict[str, float]:

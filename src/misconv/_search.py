@@ -2,144 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import gc
+from dataclasses import replace
 from typing import Any
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from misconv._stem import HARMLESS, Stem, harmless, per_channel, plain_name
+from misconv._follow import answer
+from misconv._image import Image
+from misconv._stem import Response, Stem, build_activation
+from misconv._tracker import Read, Record, Tracker
+from misconv.mfa import MFA
 
 __all__ = ["Search", "find"]
 
-# Pointwise functions of torch and the modules with the same arguments.
-_POINTWISE: dict[str, type[nn.Module]] = {
-    "celu": nn.CELU,
-    "elu": nn.ELU,
-    "gelu": nn.GELU,
-    "hardsigmoid": nn.Hardsigmoid,
-    "hardswish": nn.Hardswish,
-    "hardtanh": nn.Hardtanh,
-    "leaky_relu": nn.LeakyReLU,
-    "logsigmoid": nn.LogSigmoid,
-    "mish": nn.Mish,
-    "prelu": nn.PReLU,
-    "relu": nn.ReLU,
-    "relu6": nn.ReLU6,
-    "selu": nn.SELU,
-    "sigmoid": nn.Sigmoid,
-    "silu": nn.SiLU,
-    "softplus": nn.Softplus,
-    "softsign": nn.Softsign,
-    "tanh": nn.Tanh,
-    "tanhshrink": nn.Tanhshrink,
-}
 
-
-@dataclass
-class Read:
-    """A function that has read a tensor on the way: the tensor's number, and what came of it."""
-
-    source: int
-    name: str
-    kind: str
-    where: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: int | None = None
-
-    def __str__(self) -> str:
-        return f"{self.name}() in {self.where or 'forward'!r}"
-
-
-class Search(TorchFunctionMode):
-    """Records who reads the image and the responses of convolution and normalization."""
+class Search:
+    """Runs a network on images and records who reads them, and the responses of convolution and normalization."""
 
     def __init__(self, image: Tensor) -> None:
-        super().__init__()
-        self.tracked: list[tuple[Tensor, int]] = [(image, 0)]
-        self.count = 1
-        self.reads: list[Read] = []
-        self.inputs: dict[str, int | None] = {}
-        self.where: list[str] = [""]
-        self.convolutions: list[str] = []
+        self.tracker = Tracker(answer, MFA.point(image))
+        self.inputs: dict[str, Record | None] = {}
+        self.convolutions: list[str] = []  # that have run
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.conv2d:
-            self.convolutions.append(self.where[-1])
-        numbers = {self.number(leaf) for leaf in pytree.tree_leaves((args, kwargs))} - {None}
-        if not numbers:
-            return func(*args, **kwargs)
-        name = plain_name(func)
-        first = args[0] if args else kwargs.get("input")
-        number = self.number(first)
-        if number is not None and name in HARMLESS:
-            result = func(*args, **kwargs)
-            if harmless(name, first, result):
-                self.tracked.append((result, number))
-                return result
-        # Functions that work in place would make the result the same object as what they read.
-        copies = pytree.tree_map(lambda leaf: leaf.clone() if self.number(leaf) is not None else leaf, (args, kwargs))
-        result = func(*copies[0], **copies[1])
-        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):  # not just a shape
-            kind = "other" if number is None else _kind(func, name, args, kwargs)
-            rest = (None, *args[1:])
-            for source in numbers:
-                assert source is not None
-                read = Read(source, name, kind, self.where[-1], rest, kwargs)
-                self.reads.append(read)
-                if kind not in ("other", "activation"):
-                    read.result, self.count = self.count, self.count + 1
-                    self.tracked.append((result, read.result))
-        return result
+    def run(self, network: nn.Module) -> None:
+        """Let the network run."""
+        handles = self._watch(network)
+        try:
+            with self.tracker.following():
+                result = network(self.tracker.start())
+        finally:
+            for handle in handles:
+                handle.remove()
+        for leaf in pytree.tree_leaves(as_tree(result)):
+            record = self.tracker.record(leaf)
+            if record is not None:
+                self.tracker.log.append(Read(record, "return", "other", ""))
 
-    def number(self, value: object) -> int | None:
-        """The number of a tensor on the way, None for everything else."""
-        return next((number for tensor, number in self.tracked if tensor is value), None)
-
-    def watch(self, model: nn.Module) -> list[Any]:
+    def _watch(self, network: nn.Module) -> list[Any]:
         """Know at every moment which module is running; returns the handles that end it."""
         handles = []
-        for name, module in model.named_modules():
+        for name, module in network.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # what runs inside is seen by nobody
 
-            def enter(_: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
-                self.where.append(name)
-                self.inputs[name] = self.number(args[0]) if args else None
+            def enter(module: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
+                self.tracker.where.append(name)
+                if isinstance(module, nn.Conv2d):
+                    self.convolutions.append(name)
+                self.inputs[name] = self.tracker.record(args[0]) if args else None
 
             def leave(_: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-                self.where.pop()
+                self.tracker.where.pop()
 
             handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
         return handles
 
-    def returned(self, result: Any) -> None:
-        """What the network returns is read too."""
-        for leaf in pytree.tree_leaves(result):
-            number = self.number(leaf)
-            if number is not None:
-                self.reads.append(Read(number, "return", "other", "", (), {}))
+    def of(self, record: Record | None) -> list[Read]:
+        """Who read what stands for this."""
+        return [read for read in self.tracker.log if read.source is record]
 
-    def of(self, number: int) -> list[Read]:
-        """Who read this tensor."""
-        return [read for read in self.reads if read.source == number]
+    def kept(self, records: list[Record]) -> bool:
+        """Whether the network still holds a tensor that stands for one of these."""
+
+        def held() -> bool:
+            tensors = [reference() for reference in self.tracker.stand_ins]
+            return any(self.tracker.record(tensor) in records for tensor in tensors if tensor is not None)
+
+        if held():
+            gc.collect()  # a cycle of objects may keep it for a while
+        return held()
 
 
-def _kind(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    if func is F.conv2d:
-        return "convolution"
-    if func is F.pad and _known_padding(*args, **kwargs):
-        return "padding"
-    if func is F.batch_norm:
-        return "norm"
-    if name in ("mul", "add") and per_channel(args, kwargs):
-        return "affine"
-    return "activation" if name in _POINTWISE else "other"
+def as_tree(result: Any) -> Any:
+    """Results of classes that torch's trees do not know, as dictionaries."""
+    return dict(vars(result)) if hasattr(result, "__dict__") and not isinstance(result, Tensor | dict) else result
 
 
 def find(model: nn.Module, search: Search, names: tuple[str, ...]) -> tuple[Stem, nn.Module | None, list[str]]:
@@ -150,65 +89,92 @@ def find(model: nn.Module, search: Search, names: tuple[str, ...]) -> tuple[Stem
     start, others = _first_convolution(search)
     if names and start.where != names[0]:
         raise ValueError(f"stem must begin with the convolution that reads the image, {start.where!r}, got {names!r}")
+    reads = [read for read in search.tracker.log if read.kind == "convolution"]
+    stem = Stem(start.where, calls=len(reads), selections=tuple(search.tracker.selections))
+    stem, activation, passed = _after(model, search, start, names, stem)
+    return replace(stem, kept=search.kept(passed)), activation, others
+
+
+def _after(
+    model: nn.Module, search: Search, start: Read, names: tuple[str, ...], stem: Stem
+) -> tuple[Stem, nn.Module | None, list[Record]]:
+    """What follows the convolution: the stem, its activation, and the responses that it passes."""
     wanted = [name for name in names[1:] if name]
     named = next((name for name in wanted if not _is_norm(model.get_submodule(name))), None)
-    current, norm, affine = start.result, None, False
+    passed: list[Record] = []
+    current, norm, arithmetic = start.result, None, None
     while True:
-        assert current is not None
-        if named is not None and search.inputs.get(named) == current:
+        assert isinstance(current, Response)
+        passed.append(current)
+        if named is not None and search.inputs.get(named) is current:
             readers = [read for read in search.of(current) if not f"{read.where}.".startswith(f"{named}.")]
             _check_single(readers, start, 0)
-            return Stem(start.where, norm, named, named=True, affine=affine), None, others
+            steps = current.steps
+            return replace(stem, norm=norm or arithmetic, activation=named, named=True, steps=steps), None, passed
         readers = search.of(current)
-        follow = [read for read in readers if read.kind in ("norm", "affine", "activation")]
-        if names:
-            follow = [read for read in follow if read.kind != "activation" and read.where in wanted]
-        if not follow or (follow[0].kind == "norm" and norm is not None):
-            break
-        if follow[0].kind == "affine" and not _leads_on(search, follow[0]):
+        follow = _followers(search, readers, names, wanted)
+        if follow is None:
             break
         _check_single(readers, start, 1)
-        read = follow[0]
-        if read.kind == "activation":
-            label, module = _activation(model, read)
-            return Stem(start.where, norm, label, read.name, affine), module, others
-        norm, affine, current = read.where, read.kind == "affine", read.result
-    missing = [name for name in wanted if name != norm]
+        if follow.kind == "activation":
+            label, module = _activation(model, follow)
+            found = replace(stem, norm=norm or arithmetic, activation=label, function=follow.name, steps=current.steps)
+            return found, module, passed
+        if follow.kind == "norm":
+            norm = norm or follow.where
+        else:
+            arithmetic = arithmetic or (follow.where if follow.where not in ("", start.where) else None)
+        assert isinstance(follow.result, Response)
+        current = follow.result
+    missing = [name for name in wanted if name not in (norm, arithmetic)]
     if missing:
         raise ValueError(
             f"stem must name parts that follow each other, but {missing[0]!r} does not receive what "
             f"{norm or start.where!r} returns; got {names!r}"
         )
-    return Stem(start.where, norm, None, None, affine), None, others
+    return replace(stem, norm=norm or arithmetic, steps=current.steps), None, passed[:-1]
+
+
+def _followers(search: Search, readers: list[Read], names: tuple[str, ...], wanted: list[str]) -> Read | None:
+    """The reader of a response that is the next part of the stem."""
+    follow = [read for read in readers if read.kind in ("norm", "affine", "activation")]
+    if names:
+        follow = [read for read in follow if read.kind != "activation" and read.where in wanted]
+    if not follow:
+        return None
+    # Arithmetic counts where an activation comes of it alone; an activation written out as a formula is linear to us.
+    if follow[0].kind == "affine" and not names and (len(readers) > 1 or not _leads_on(search, follow[0])):
+        return None
+    return follow[0]
 
 
 def _first_convolution(search: Search) -> tuple[Read, list[str]]:
-    """The first convolution that receives the image itself; and what else reads the image."""
-    ways, others = [0], []
-    start: Read | None = None
-    for read in search.reads:
-        if read.source not in ways:
-            continue
-        if read.kind == "convolution" and start is None:
-            start = read
-        elif read.kind == "padding" and start is None and read.source == 0:
-            assert read.result is not None
-            ways.append(read.result)
-        else:
-            others.append(str(read))
-    if start is not None:
-        return start, others
-    if not search.convolutions:
+    """The first convolution that receives the image; and what else reads the image."""
+    reads = [read for read in search.tracker.log if isinstance(read.source, Image)]
+    start = next((read for read in reads if read.kind == "convolution"), None)
+    others = [read for read in reads if read is not start and read.kind in ("other", "convolution", "spoiled")]
+    spoiled = next((read for read in others if read.kind == "spoiled"), None)
+    if start is not None and (spoiled is None or reads.index(start) < reads.index(spoiled)):
+        return start, [str(read) for read in others]
+    culprit = spoiled.reason if spoiled is not None else _culprit(others)
+    where = spoiled.where if spoiled is not None else next(iter(search.convolutions), None)
+    if where is None:
         raise ValueError(
             "model must hold a convolution that runs, but none was called as torch.nn.functional.conv2d; convert works "
             "on networks whose first layer is a torch.nn.Conv2d"
         )
-    culprit = others[0] if others else "something that torch functions do not show"
     raise ValueError(
-        f"model must hand the image itself to its first convolution, {search.convolutions[0]!r}, but {culprit} changes "
-        "it before; do that to the images before they enter the network (normalise values, not holes) and convert the "
-        "rest"
+        f"model must hand the image to its first convolution, {where!r}, as it is or with arithmetic per channel, but "
+        f"{culprit} changes it before; do that to the images before they enter the network (normalise values, not "
+        "holes) and convert the rest"
     )
+
+
+def _culprit(others: list[Read]) -> str:
+    if not others:
+        return "something that torch functions do not show"
+    likely = next((read for read in others if read.makes_image), others[0])
+    return f"{likely} ({likely.reason})" if likely.reason else str(likely)
 
 
 def _check_single(readers: list[Read], start: Read, allowed: int) -> None:
@@ -222,34 +188,20 @@ def _check_single(readers: list[Read], start: Read, allowed: int) -> None:
 
 
 def _leads_on(search: Search, read: Read) -> bool:
-    """Whether arithmetic per channel is a frozen normalization: an activation comes out at the end of it."""
-    assert read.result is not None
+    """Whether an activation or a normalization comes out at the end of arithmetic; if not, the mean does as well."""
     after = search.of(read.result)
-    return any(r.kind == "activation" or (r.kind == "affine" and _leads_on(search, r)) for r in after)
+    return any(r.kind in ("activation", "norm") or (r.kind == "affine" and _leads_on(search, r)) for r in after)
 
 
 def _activation(model: nn.Module, read: Read) -> tuple[str, nn.Module | None]:
-    """How to call the activation, and its module; None where the module of that name has its own parameters."""
+    """How to call the activation, and its module; None where it has parameters of its own."""
     owner = model.get_submodule(read.where)
-    if read.name == "prelu":
-        if type(owner) is not nn.PReLU:
-            raise ValueError(
-                f"model must use a torch.nn.PReLU for the activation of its stem, got F.prelu() in {read.where!r}"
-            )
-        return read.where, None
-    kwargs = {key: value for key, value in read.kwargs.items() if key not in ("input", "inplace")}
-    module = _POINTWISE[read.name](*read.args[1:], **kwargs)
-    if hasattr(module, "inplace"):
-        module.__dict__["inplace"] = False
-    leaf = not list(owner.children()) and not list(owner.parameters()) and read.where
-    return (read.where if leaf else f"{read.name}() in {read.where or 'forward'}"), module
-
-
-def _known_padding(input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> bool:
-    """Whether padding before the convolution can be followed: zeros, or what `nn.Conv2d` does by itself."""
-    if len(pad) != 4 or min(pad) < 0 or value not in (None, 0):
-        return False
-    return mode == "constant" or (pad[0] == pad[1] and pad[2] == pad[3])
+    module = build_activation(read.name, read.args, read.kwargs or {})
+    if module is None:
+        raise ValueError(f"model must call the activation of its stem with its usual arguments, got {read}")
+    leaf = not list(owner.children()) and read.where and (read.name == "prelu" or not list(owner.parameters()))
+    label = read.where if leaf else f"{read.name}() in {read.where or 'forward'}"
+    return label, None if read.name == "prelu" else module
 
 
 def _is_norm(module: nn.Module) -> bool:

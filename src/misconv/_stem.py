@@ -1,187 +1,215 @@
-"""The stem of a network: its first convolution, the normalization and the activation that follow it.
+"""The stem of a network: its first convolution, and the normalization, arithmetic and activation that follow it.
 
-A network is followed, not changed: while it runs on a stand-in for the image, every torch function that reads the
-stand-in comes by here first. The convolution of the image is answered with moments instead of numbers, the
-normalization with an affine map of them, the activation with its expectation; everything else is none of our business.
-So it does not matter whether a `forward` calls modules or functions, and parameters stay where they are.
+A network is followed, not changed. It runs on a stand-in for the image, and every torch function that reads a stand-in
+comes by here first. Arithmetic on the image is followed channel by channel (`_image`). The convolution of the image is
+answered with moments instead of numbers, a normalization with an affine map of them, the activation with its
+expectation; everything else is none of our business. So it does not matter whether a `forward` calls modules or
+functions, and parameters stay where they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from misconv import _image
+from misconv._batch_norm import Affine, batch_norm_moments, fixed_batch_norm, normalized
 from misconv._expectations import Activation
+from misconv._image import Image, Selection
 from misconv._padding import Padding, Pair, output_size
-from misconv.functional import (
-    Affine,
-    batch_norm_moments,
-    fixed_batch_norm,
-    mix_expectations,
-    padded,
-    raw_moments,
-    respond,
-)
+from misconv.functional import mix_expectations, padded, raw_moments, respond
 from misconv.mfa import MFA
 
-__all__ = ["HARMLESS", "Follow", "State", "Stem", "harmless", "mark", "per_channel", "plain_name"]
+__all__ = ["ALIASES", "POINTWISE", "Response", "Stem", "batch_norm", "build_activation", "convolve", "operate"]
 
-# They change the object but no value (as long as type and device stay the same).
-HARMLESS = {"clone", "contiguous", "float", "double", "to", "type", "type_as"}
+# They return the same values in another object, perhaps in another type or layout.
+ALIASES = {"clone", "contiguous", "float", "double", "half", "bfloat16", "to", "type", "type_as", "detach", "view_as"}
+
+# Pointwise functions of torch and the modules with the same arguments.
+POINTWISE: dict[str, type[nn.Module]] = {
+    "celu": nn.CELU,
+    "elu": nn.ELU,
+    "gelu": nn.GELU,
+    "hardsigmoid": nn.Hardsigmoid,
+    "hardswish": nn.Hardswish,
+    "hardtanh": nn.Hardtanh,
+    "leaky_relu": nn.LeakyReLU,
+    "logsigmoid": nn.LogSigmoid,
+    "mish": nn.Mish,
+    "prelu": nn.PReLU,
+    "relu": nn.ReLU,
+    "relu6": nn.ReLU6,
+    "selu": nn.SELU,
+    "sigmoid": nn.Sigmoid,
+    "silu": nn.SiLU,
+    "softplus": nn.Softplus,
+    "softsign": nn.Softsign,
+    "tanh": nn.Tanh,
+    "tanhshrink": nn.Tanhshrink,
+}
 
 
 @dataclass(frozen=True)
 class Stem:
     """The parts of a stem by the names of their modules; None where there is none.
 
-    `function` is the torch function that is the activation, `affine` whether arithmetic takes the place of a
-    normalization (a frozen one), `named` whether the activation is a module that the user has named.
+    `function` is the torch function that is the activation, `named` whether the activation is a module that the user
+    has named. `steps` counts normalizations and arithmetic between convolution and activation, `calls` the
+    convolutions that read the image, `kept` says that the network keeps what lies between convolution and activation,
+    `selections` what it does to the channels of the image, in order.
     """
 
     convolution: str
     norm: str | None = None
     activation: str | None = None
     function: str | None = None
-    affine: bool = False
     named: bool = False
+    steps: int = 0
+    calls: int = 1
+    kept: bool = False
+    selections: tuple[tuple[Selection | None, ...], ...] = ()
 
     def __str__(self) -> str:
         parts = (self.convolution, self.norm, self.activation)
         return " → ".join(part for part in parts if part is not None)
 
 
-Convolution = tuple[MFA, Tensor, Tensor | None, Pair, Padding, Pair, int, str]
-
-# Running -----------------------------------------------------------------------------------------------------------
+# Convolution ---------------------------------------------------------------------------------------------------------
 
 
-class State:
-    """How far a network has come through its stem with the images `p`.
+@dataclass(frozen=True, eq=False)
+class Convolution:
+    """A convolution of random images, with its arguments.
 
-    `plain` says that no parameter is of a class of its own, which might count on seeing the functions of torch.
+    Where channels repeat the same pixel, `distinct` holds the MFA of the distinct channels and the weights that read
+    them: the variance is theirs.
     """
 
-    def __init__(self, stem: Stem, p: MFA, image: Tensor, activation: Activation | None, plain: bool = False) -> None:
-        self.stem, self.p, self.activation, self.plain = stem, p, activation, plain
-        self.now: Tensor | None = image  # the tensor that stands for the moments on their way through the network
-        self.convolution: Convolution | None = None  # images and arguments
-        self.norm: Affine | None = None  # as long as it looks at no batch
-        self.moments: tuple[Tensor, Tensor] | None = None  # where a normalization had to see them
-        self.convolved = self.normalized = False
-        self.margins: tuple[int, ...] | None = None
-        self.margin_mode = "constant"
-        self.rest: Any = None
+    p: MFA
+    weight: Tensor
+    bias: Tensor | None
+    stride: Pair
+    padding: Padding
+    dilation: Pair
+    groups: int
+    mode: str
+    distinct: tuple[MFA, Tensor] | None = None
 
-    def let_go(self) -> None:
-        """The stem is done: let the rest of the network run as if nobody followed it.
+    @property
+    def size(self) -> tuple[int, ...]:
+        """(B, O, H', W')."""
+        around = output_size(self.p.shape[-2:], self.weight.shape[-2:], self.stride, self.padding, self.dilation)
+        return (len(self.p), self.weight.shape[0], *around)
 
-        Some layers of torch (attention) compute in another way, with other rounding, as long as anybody follows.
-        """
-        alone = torch._C._len_torch_function_stack() == 0  # here, inside an answer, `Follow` itself is off the stack
-        if alone and not torch.compiler.is_compiling():
-            self.rest = torch._C.DisableTorchFunction()
-            self.rest.__enter__()
+    @property
+    def arguments(self) -> tuple[MFA, Tensor, Tensor | None, Pair, Padding, Pair, int, str]:
+        """The arguments of `functional.respond` up to the normalization."""
+        return self.p, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups, self.mode
 
-    def end(self) -> None:
-        """Undo `let_go`."""
-        if self.rest is not None:
-            self.rest.__exit__(None, None, None)
-            self.rest = None
-
-
-class Follow(TorchFunctionMode):
-    """While this is active, the tensor `state.now` is answered for by moments."""
-
-    def __init__(self, state: State) -> None:
-        super().__init__()
-        self.state = state
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        state = self.state
-        if state.now is None:
-            return func(*args, **kwargs)
-        first = args[0] if args else kwargs.get("input")
-        if func is torch.broadcast_tensors and state.stem.named and state.convolved and args[-1] is state.now:
-            result: Any = (_activate(state),)
-        elif first is state.now:
-            result = _answer(state, func, args, kwargs)
-        else:
-            return func(*args, **kwargs)
-        if state.now is None and state.plain:
-            state.let_go()
-        return result
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the response, (B, K, O, H', W') each."""
+        mean, variance = raw_moments(*self.arguments)
+        if self.distinct is not None:
+            p, weight = self.distinct
+            variance = raw_moments(p, weight, None, self.stride, self.padding, self.dilation, 1, self.mode)[1]
+        return mean, variance
 
 
-def _answer(state: State, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function returns when it is called with the stand-in."""
-    stem, name = state.stem, plain_name(func)
-    if not state.convolved:
-        if func is F.conv2d:
-            return _convolve(state, *args, **kwargs)
-        result = func(*args, **kwargs)
-        if func is F.pad:
-            state.margins, state.margin_mode, state.now = *_padding(*args, **kwargs), result
-        elif harmless(name, state.now, result):
-            state.now = result
-        return result
-    if func is F.batch_norm and stem.norm is not None and not stem.affine and not state.normalized:
-        return _normalize(state, *args, **kwargs)
-    if stem.affine and name in ("mul", "add") and stem.norm is not None and per_channel(args, kwargs):
-        state.norm = _arithmetic(state.norm, func, name == "mul", args[1])
-        return _hand_on(state)
-    if name == stem.function and not stem.named:
-        return _activate(state)
-    return func(*args, **kwargs)
-
-
-def _convolve(
-    state: State,
-    input: Tensor,
+def convolve(
+    p: MFA,
+    image: Image,
+    values: Tensor,
+    mean: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     stride: Any = 1,
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> Tensor:
-    p, mode = state.p, "zeros"
-    if state.margins is not None and state.margin_mode == "constant":
-        p = padded(p, state.margins)
-    elif state.margins is not None:
-        left, _, top, _ = state.margins
-        padding, mode = (top, left), state.margin_mode
-    state.convolution = (p, weight, bias, stride, padding, dilation, groups, mode)
-    state.convolved = True
-    last = state.stem.norm is None and state.stem.activation is None
-    return _activate(state) if last else _hand_on(state)
+) -> Convolution:
+    """The convolution of an image that was made of `p`; further arguments as in `torch.nn.functional.conv2d`."""
+    device = values.device.type
+    if values.dtype != weight.dtype and not torch.is_autocast_enabled(device):
+        raise ValueError(
+            f"x must have the dtype of the network, whose first convolution has weights of {weight.dtype}, "
+            f"got {values.dtype}"
+        )
+    p = p if p.device == values.device else p.to(values.device)
+    made = _image.random_image(p, image, values, mean.to(values.device))
+    margins, mode = image.pixels.margins, "zeros"
+    if image.pixels.mode != "constant":
+        padding, mode = (margins[2], margins[0]), image.pixels.mode
+    distinct = None
+    sources = [source for source in image.sources if source != _image.CERTAIN]
+    if len(set(sources)) < len(sources):
+        around = p if mode != "zeros" or not any(margins) else padded(p, margins)
+        distinct = around, _summed_weights(image, weight, groups, p.shape[1]).to(around.dtype)
+    return Convolution(made, weight, bias, stride, padding, dilation, groups, mode, distinct)
 
 
-def _arithmetic(before: Affine | None, func: Callable[..., Tensor], scales: bool, operand: Any) -> Affine:
-    """One more multiplication or addition of a number per channel."""
+def _summed_weights(image: Image, weight: Tensor, groups: int, channels: int) -> Tensor:
+    """The weights (O, C, kh, kw) with which the pixels of the MFA are read: those of its repetitions, added up."""
+    out, each = weight.shape[0] // groups, weight.shape[1]
+    slopes = _image.slope_tensor(image, weight)
+    columns: list[Tensor] = [weight.new_zeros(weight.shape[0], *weight.shape[2:])] * channels
+    for place, source in enumerate(image.sources):
+        if source == _image.CERTAIN:
+            continue
+        group = place // each
+        rows = slice(group * out, (group + 1) * out)  # the outputs that read this channel
+        column = weight[rows, place - group * each] * slopes[place].unsqueeze(-1)
+        columns[source] = columns[source] + F.pad(column, (0, 0, 0, 0, rows.start, weight.shape[0] - rows.stop))
+    return torch.stack(columns, 1)
 
-    def apply(response: Tensor) -> Tensor:
-        return func(response if before is None else before.apply(response), operand)
 
+# Between convolution and activation ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Response:
+    """The response of a convolution on its way to the activation: convolved, then an affine map for each channel."""
+
+    convolution: Convolution
+    norm: Affine | None = None  # as long as it looks at no batch
+    moments: tuple[Tensor, Tensor] | None = None  # where a normalization had to see them; `norm` is in them
+    steps: int = 0
+
+    def now(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance, (B, K, O, H', W') each."""
+        if self.moments is not None:
+            return self.moments
+        moments = self.convolution.moments()
+        return moments if self.norm is None else normalized(self.norm, *moments)
+
+    def then(self, step: Affine) -> Response:
+        """After one more affine map."""
+        if self.moments is not None:
+            return replace(self, moments=normalized(step, *self.moments), steps=self.steps + 1)
+        norm = step if self.norm is None else _composed(self.norm, step)
+        return replace(self, norm=norm, steps=self.steps + 1)
+
+    def expect(self, activation: Activation) -> Tensor:
+        """The expected activation (B, O, H', W')."""
+        if self.moments is None and self.convolution.distinct is None:
+            return respond(*self.convolution.arguments, self.norm, activation)
+        return mix_expectations(self.convolution.p, activation, *self.now())
+
+
+def _composed(first: Affine, second: Affine) -> Affine:
     def coefficients() -> tuple[Tensor, Tensor]:
-        number = torch.as_tensor(operand).flatten()
-        slope, offset = (torch.ones_like(number), torch.zeros_like(number)) if before is None else before.coefficients()
-        return (slope * number, offset * number) if scales else (slope, offset + number)
+        (slope, offset), (factor, shift) = first.coefficients(), second.coefficients()
+        return slope * factor, offset * factor + shift
 
-    return Affine(apply, coefficients)
+    return Affine(lambda response: second.apply(first.apply(response)), coefficients)
 
 
-def _normalize(
-    state: State,
-    input: Tensor,
+def batch_norm(
+    response: Response,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     weight: Tensor | None = None,
@@ -189,85 +217,65 @@ def _normalize(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Tensor:
-    state.normalized = True
+    **more: Any,
+) -> Response:
+    """`torch.nn.functional.batch_norm` of a response."""
     if not training and running_mean is not None and running_var is not None:
-        state.norm = fixed_batch_norm(running_mean, running_var, weight, bias, eps)
-    else:
-        assert state.convolution is not None
-        state.moments = batch_norm_moments(
-            *raw_moments(*state.convolution),
-            state.p.weights,
-            running_mean,
-            running_var,
-            weight,
-            bias,
-            training=training,
-            momentum=momentum,
-            eps=eps,
-        )
-    return _activate(state) if state.stem.activation is None else _hand_on(state)
+        return response.then(fixed_batch_norm(running_mean, running_var, weight, bias, eps))
+    statistics = (running_mean, running_var, weight, bias)
+    shares = response.convolution.p.weights
+    moments = batch_norm_moments(
+        *response.now(), shares, *statistics, training=training, momentum=momentum, eps=eps, **more
+    )
+    return replace(response, moments=moments, norm=None, steps=response.steps + 1)
 
 
-def _hand_on(state: State) -> Tensor:
-    """The next stand-in. It has the right shape and type; nobody reads its values, as `find` has made sure."""
-    assert state.convolution is not None
-    p, weight, _, stride, padding, dilation, _, _ = state.convolution
-    device = weight.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-    size = (len(p), weight.shape[0], *output_size(p.shape[-2:], weight.shape[-2:], stride, padding, dilation))
-    # An activation that the user has named does compute something with it, perhaps in place.
-    named = state.stem.named
-    state.now = weight.new_zeros(size, dtype=dtype) if named else weight.new_empty((), dtype=dtype).expand(size)
-    return state.now
+def operate(
+    response: Response, func: Callable[..., Any], name: str, operands: list[Any], place: int, kwargs: dict[str, Any]
+) -> Response | None:
+    """A cast, or arithmetic with numbers or with a number for every channel; None where it is something else."""
+    slope = 1.0 if name in ALIASES else _image.affine_slope(name, operands, place, kwargs)
+    out = response.convolution.weight.shape[0]
+    before, after = operands[:place], operands[place + 1 :]
+    others = [] if name in ALIASES else [*before, *after]
+    if slope is None or any(len(_image.channel_numbers(other, out) or ()) != out for other in others):
+        return None
+
+    def apply(tensor: Tensor) -> Tensor:
+        arguments = [*before, tensor.clone(), *after]  # it may work in place
+        result: Tensor = func(*arguments, **kwargs)
+        return result
+
+    def coefficients() -> tuple[Tensor, Tensor]:
+        like = response.convolution.weight
+        offset = apply(torch.zeros(1, out, 1, 1, dtype=like.dtype, device=like.device)).flatten()
+        factor = slope.reshape(-1) if isinstance(slope, Tensor) else torch.full((1,), slope).to(offset)
+        return factor.expand(out), offset
+
+    return response.then(Affine(apply, coefficients))
 
 
-def _activate(state: State) -> Tensor:
-    state.now = None
-    activation = "identity" if state.activation is None else state.activation
-    if state.moments is not None:
-        return mix_expectations(state.p, activation, *state.moments)
-    assert state.convolution is not None
-    return respond(*state.convolution, state.norm, activation)
+# Activation ----------------------------------------------------------------------------------------------------------
 
 
-def _padding(
-    input: Tensor, pad: Any, mode: str = "constant", value: float | None = None
-) -> tuple[tuple[int, ...], str]:
-    return tuple(pad), mode
+def build_activation(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module | None:
+    """The module that does what this call of a pointwise function does; None where there is none."""
+    kwargs = {key: value for key, value in kwargs.items() if key not in ("input", "inplace")}
+    args = args[1:]
+    if name == "prelu":
+        return _prelu(*args, **kwargs)
+    try:
+        module = POINTWISE[name](*args, **kwargs)
+    except TypeError:  # an argument that the module does not have, such as `out`
+        return None
+    if hasattr(module, "inplace"):
+        module.__dict__["inplace"] = False
+    return module
 
 
-def per_channel(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the second operand is a number, or one number for every channel (C, 1, 1)."""
-    if len(args) != 2 or kwargs:
-        return False
-    other = args[1]
-    if not isinstance(other, Tensor):
-        return isinstance(other, int | float)
-    return other.numel() == 1 or (other.dim() in (3, 4) and other.numel() == other.shape[-3] == args[0].shape[-3])
-
-
-def plain_name(func: Callable[..., Any]) -> str:
-    """In place or not, operator or not: `relu_` and `relu`, `__mul__` and `mul`."""
-    name: str = getattr(func, "__name__", "")
-    return name.strip("_")
-
-
-def harmless(name: str, before: Any, after: Any) -> bool:
-    """Whether a function has changed the object but no value."""
-    same = isinstance(after, Tensor) and after.dtype == before.dtype and after.device == before.device
-    return same and name in HARMLESS
-
-
-# An activation that the user has named: whatever it computes, its result is replaced by its expectation. --------------
-
-
-def _hand_over(module: nn.Module, args: tuple[Any, ...], result: Tensor) -> Tensor:
-    # A function of torch that does nothing here, for all sizes are the same, but that `Follow` sees, compiled or not.
-    answer: Tensor = torch.broadcast_tensors(result, args[0])[0]
-    return answer
-
-
-def mark(module: nn.Module) -> None:
-    """Let `Follow` see the end of this activation."""
-    module.register_forward_hook(_hand_over)
+def _prelu(weight: Tensor) -> nn.Module:
+    """A PReLU whose slopes are the tensor of the call, whatever that was computed from."""
+    module = nn.PReLU(weight.numel(), device="meta")
+    del module.weight
+    module.__dict__["weight"] = weight
+    return module

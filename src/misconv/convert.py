@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from misconv._checks import check_images, check_observed, check_seen_finite, describe, readable
+from misconv._follow import SyncBatchNorm, answer, mark
 from misconv._path import plain
-from misconv._search import Search, find
-from misconv._stem import Follow, State, Stem, mark
+from misconv._search import Search, as_tree, find
+from misconv._stem import Response, Stem
+from misconv._tracker import Tracker
 from misconv.mfa import MFA
 
 __all__ = ["Converted", "convert"]
@@ -34,7 +37,8 @@ def convert(
     the network's own, which is tried on random images before anything is returned. `model` itself is left as it was.
 
     Args:
-        model: any network whose first convolution receives the images themselves.
+        model: any network whose first convolution receives the images, as they are or after arithmetic with a number per
+            channel, padding or a choice of channels.
         density: any module (x, observed) → `MFA`; None where the converted network is always called with an MFA.
         stem: names of the convolution, the normalization and the activation as in ``model.named_modules()``, where
             they are not to be searched for: ``"conv1"`` or ``("conv1", "bn1", "act")``.
@@ -50,33 +54,27 @@ def convert(
         >>> print(net.stem)
         0 → 1 → 2
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {describe(model)}")
-    if isinstance(model, Converted):
-        raise TypeError("model is converted already; pass its .network, the network inside")
-    if density is not None and not callable(density):
-        raise TypeError(f"density must be a module (x, observed) -> MFA or None, got {describe(density)}")
+    _check_model(model, density)
     names = _check_names(model, stem)
-    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
-    if not convolutions:
-        raise ValueError(
-            f"model must hold a torch.nn.Conv2d, but there is none in {type(model).__name__}; for other networks, fill "
-            "the holes first, for example with misconv.impute"
-        )
-    network = copy.deepcopy(model)
-    modes = [(module, module.training) for module in network.modules()]
-    network.eval()
-    with torch.no_grad(), _same_randomness(network):
+    # An ordinary copy, wherever this is called.
+    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # runs that nobody has asked for
+        network = _copied(model)
+        modes = [(module, module.training) for module in network.modules()]
+        converted, others = _converted(network.eval(), density, names)
+    for module, training in modes:
+        module.training = training
+    converted.training = model.training
+    _tell(converted.stem, others, explicit=bool(names))
+    return converted
+
+
+def _converted(network: nn.Module, density: nn.Module | None, names: tuple[str, ...]) -> tuple[Converted, list[str]]:
+    """The network behind the density, and what reads the image besides its stem."""
+    with _same_randomness(network):
         image = _acceptable(network, density)
-        search = Search(image)
-        handles = search.watch(network)
-        try:
-            with search:
-                result = network(image)
-            search.returned(_plain(result))
-        finally:
-            for handle in handles:
-                handle.remove()
+        search = Search(image.clone())
+        _follow_once(search, network)
         found, activation, others = find(network, search, names)
         if found.named:
             assert found.activation is not None
@@ -84,11 +82,7 @@ def convert(
         converted = Converted(network, density, found, activation, image.shape[1])
         with plain():  # the fused kernels round otherwise, and have tests of their own
             _prove(converted, image)
-    for module, training in modes:
-        module.training = training
-    converted.training = model.training
-    _tell(found, others, explicit=bool(names))
-    return converted
+    return converted, others
 
 
 class Converted(nn.Module):
@@ -116,21 +110,41 @@ class Converted(nn.Module):
             observed: bool (B, 1, H, W) or (B, C, H, W), True where the pixel was seen.
             kwargs: passed on to the network.
         """
-        p = self.what_may_be(x, observed)
-        image = p.mean
-        plain = not torch.compiler.is_compiling() and all(type(p) is nn.Parameter for p in self.network.parameters())
-        state = State(self.stem, p, image, self._activation(), plain)
-        with Follow(state):
-            try:
-                result = self.network(image, **kwargs)
-            finally:
-                state.end()
-        if state.now is not None:
+        return self._run(Tracker(answer, self.what_may_be(x, observed), self._stem_now(), self._activation()), kwargs)
+
+    def _run(self, tracker: Tracker, kwargs: dict[str, Any]) -> Any:
+        with tracker.following():
+            result = self.network(tracker.start(), **kwargs)
+        if not tracker.finished:
             raise RuntimeError(
                 f"the network did not run its stem {self.stem} as it did when it was converted; convert it again in "
                 "the form it has now"
             )
+        result = tracker.finish(result)
+        if not self.stem.kept and not torch.is_grad_enabled() and tracker.keeps_response():
+            warnings.warn(
+                f"the network keeps what lies between the convolution {self.stem.convolution!r} and its activation, "
+                "which holds NaN; convert the network with what keeps it (a hook, for example) in place",
+                stacklevel=4,
+            )
         return result
+
+    def run_stem(self, p: MFA) -> tuple[Any, list[tuple[Response, Tensor]]]:
+        """What the network returns for an MFA; and the response in its stem, with what becomes of it."""
+        tracker = Tracker(answer, p, self._stem_now(), self._activation())
+        tracker.outputs = []
+        return self._run(tracker, {}), tracker.outputs
+
+    def _stem_now(self) -> Stem:
+        """The stem, with what has been done to its modules since the conversion."""
+        if torch.compiler.is_compiling():
+            return self.stem
+        norm = None if self.stem.norm is None else self.network.get_submodule(self.stem.norm)
+        if type(norm) is nn.SyncBatchNorm:
+            norm.__class__ = SyncBatchNorm  # ours can be followed
+        parts = (self.network.get_submodule(self.stem.convolution), norm)
+        hooked = any(part is not None and part is not self.network and part._forward_hooks for part in parts)
+        return replace(self.stem, kept=True) if hooked and not self.stem.kept else self.stem
 
     def what_may_be(self, x: Tensor | MFA, observed: Tensor | None = None) -> MFA:
         """The MFA of the arguments of `forward`."""
@@ -141,6 +155,7 @@ class Converted(nn.Module):
         else:
             check_images("x", x)
             self._check_channels(x)
+            self._check_devices(x, observed)
             p = self._complete(x, observed) if self.density is None else self._ask(x, observed)
         self._check_channels(p.means)
         return p
@@ -167,10 +182,21 @@ class Converted(nn.Module):
         if images.shape[-3] != self.channels:
             raise ValueError(f"x must have the {self.channels} channels that the network reads, got {describe(images)}")
 
+    def _check_devices(self, x: Tensor, observed: Tensor | None) -> None:
+        """All that takes part is on one device; if not, say what is where."""
+        first = next(self.network.get_submodule(self.stem.convolution).parameters(), None)
+        theirs = next(self.density.parameters(), None) if isinstance(self.density, nn.Module) else None
+        parts = {"x": x, "observed": observed, "the density": theirs, "the network": first}
+        places = [f"{name} on {part.device}" for name, part in parts.items() if isinstance(part, Tensor)]
+        if len({part.device for part in parts.values() if isinstance(part, Tensor)}) > 1:
+            places[0] = places[0].replace(" on ", " is on ")
+            raise ValueError(f"x must be on one device with all that reads it, but {', '.join(places)}")
+
     def _activation(self) -> nn.Module | None:
-        if self.activation is not None or self.stem.activation is None:
-            return self.activation
-        return self.network.get_submodule(self.stem.activation)
+        if self.stem.named:
+            assert self.stem.activation is not None
+            return self.network.get_submodule(self.stem.activation)
+        return self.activation
 
     def extra_repr(self) -> str:
         """The stem."""
@@ -180,13 +206,65 @@ class Converted(nn.Module):
 # Inside ------------------------------------------------------------------------------------------------------------
 
 
+def _check_model(model: nn.Module, density: nn.Module | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {describe(model)}")
+    if isinstance(model, Converted):
+        raise TypeError("model is converted already; pass its .network, the network inside")
+    if density is not None and not callable(density):
+        raise TypeError(f"density must be a module (x, observed) -> MFA or None, got {describe(density)}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(f"model must be a network in Python, which can be followed, got a scripted {describe(model)}")
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod"):
+            raise TypeError(
+                f"model must not be compiled yet, but {name or 'it'} is; convert the network that was compiled (its "
+                "_orig_mod), then compile the converted one"
+            )
+        lazy = [key for key, value in module._parameters.items() if nn.parameter.is_lazy(value)]
+        if lazy:
+            raise ValueError(
+                f"model must have all its parameters, but {lazy[0]} of the lazy layer {name!r} has no shape yet; call "
+                "the model once on an image before it is converted"
+            )
+    if not any(isinstance(module, nn.Conv2d) for module in model.modules()):
+        raise ValueError(
+            f"model must hold a torch.nn.Conv2d, but there is none in {type(model).__name__}; for other networks, fill "
+            "the holes first, for example with misconv.impute"
+        )
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy of the network that shares nothing with it."""
+    # Pruning and the old weight normalization keep a computed weight, which torch does not copy; a hook computes it.
+    computed = [
+        value
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    ]
+    return copy.deepcopy(model, {id(value): value.detach().clone() for value in computed})
+
+
+def _follow_once(search: Search, network: nn.Module) -> None:
+    try:
+        search.run(network)
+    except Exception as error:
+        raise ValueError(
+            f"model must be a network whose torch functions can be followed, but with them watched it failed with "
+            f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+        ) from error
+
+
 def _check_names(model: nn.Module, stem: str | tuple[str, ...] | None) -> tuple[str, ...]:
     if stem is None:
         return ()
-    names = (stem,) if isinstance(stem, str) else tuple(stem)
+    names = (stem,) if isinstance(stem, str) else tuple(stem) if isinstance(stem, list | tuple) else ()
     modules = dict(model.named_modules())
     if not 1 <= len(names) <= 3 or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"stem must be the names of a convolution, a normalization and an activation, got {stem!r}")
+        raise ValueError(
+            f"stem must be the names of a convolution, a normalization and an activation, got {describe(stem)}"
+        )
     for name in names:
         if name not in modules or not name:
             raise ValueError(
@@ -212,7 +290,7 @@ def _acceptable(network: nn.Module, density: nn.Module | None) -> Tensor:
     for shape in shapes:
         image = torch.randn(2, *shape, dtype=like.dtype, device=like.device)
         try:
-            network(image)
+            network(image.clone())
         except Exception as error:  # whatever a network may raise at a size it was not made for
             reason = reason or error
         else:
@@ -243,31 +321,58 @@ def _sizes(network: nn.Module) -> list[tuple[int, int]]:
 def _prove(converted: Converted, image: Tensor) -> None:
     """Complete images must give what they gave before, incomplete ones numbers."""
     torch.manual_seed(0)
-    expected = converted.network(image)
+    expected = converted.network(image.clone())
     torch.manual_seed(0)
-    actual = converted(MFA.point(image))
-    before, after = (pytree.tree_leaves(_plain(result)) for result in (expected, actual))
+    actual, outputs = converted.run_stem(MFA.point(image))
+    before, after = (pytree.tree_leaves(as_tree(result)) for result in (expected, actual))
     same = len(before) == len(after) and all(_equal(a, b) for a, b in zip(before, after, strict=True))
     if not same:
         raise ValueError(
             f"model must give the same result for complete images after conversion, but with the stem {converted.stem} "
             f"it does not; name its parts, for example stem={converted.stem.convolution!r}"
         )
+    _prove_mixture(converted, image, outputs)
     batch, _, height, width = image.shape
     half = torch.arange(width, device=image.device).expand(batch, 1, height, width) < width // 2
     ones = torch.ones_like(image).unsqueeze(1)
     p = MFA(image.new_zeros(batch, 1), image.unsqueeze(1), 0.5 * ones.unsqueeze(1), ones, half)
     known = [leaf.isfinite().all() for leaf in before if isinstance(leaf, Tensor)]
-    found = [leaf.isfinite().all() for leaf in pytree.tree_leaves(_plain(converted(p))) if isinstance(leaf, Tensor)]
+    found = [leaf.isfinite().all() for leaf in pytree.tree_leaves(as_tree(converted(p))) if isinstance(leaf, Tensor)]
     if all(known) and not all(found):
         raise ValueError(
             f"model must give finite results for incomplete images, but with stem {converted.stem} it fails"
         )
 
 
-def _plain(result: Any) -> Any:
-    """Results of classes that torch's trees do not know, as dictionaries."""
-    return dict(vars(result)) if hasattr(result, "__dict__") and not isinstance(result, Tensor | dict) else result
+def _prove_mixture(converted: Converted, image: Tensor, outputs: list[tuple[Response, Tensor]]) -> None:
+    """Images that are one of two, each with probability one half, must give the mean of what the two give.
+
+    They do not where what the network does to an image before its first convolution depends on the image (it subtracts
+    its mean, for example), or escapes the functions of torch.
+    """
+    other = 1 + 3 * torch.randn_like(image)
+    both = torch.stack([image, other], 1)  # (B, 2, C, H, W)
+    batch, _, *shape = both.shape
+    p = MFA(image.new_zeros(batch, 2), both, image.new_zeros(batch, 2, 0, *shape), torch.zeros_like(both))
+    _, others = converted.run_stem(MFA.point(other))
+    _, mixed = converted.run_stem(p)
+    for (first, one), (second, two), (response, found) in zip(outputs, others, mixed, strict=True):
+        means = [r.convolution.p.means[:, 0] for r in (first, second)]
+        same = _near(response.convolution.p.means, torch.stack(means, 1))
+        if response.moments is None:  # statistics of the batch are those of the mixture, and not of the two
+            same = same and _near(found, (one + two) / 2)
+        if not same:
+            raise ValueError(
+                f"model must hand its first convolution {converted.stem.convolution or 'forward'!r} the image, or a "
+                "fixed affine function of each channel, but what it does to the image depends on the image itself; do "
+                "that to the images before they enter the network"
+            )
+
+
+def _near(found: Tensor, expected: Tensor) -> bool:
+    tolerance = 1e-2 if found.dtype in (torch.float16, torch.bfloat16) else 1e-3 if found.is_cuda else 1e-4
+    size = float(expected.abs().max())
+    return torch.allclose(found, expected, rtol=0, atol=tolerance * size, equal_nan=True)
 
 
 def _equal(before: Any, after: Any) -> bool:
@@ -291,6 +396,12 @@ def _same_randomness(network: nn.Module) -> Iterator[None]:
 
 
 def _tell(stem: Stem, others: list[str], *, explicit: bool) -> None:
+    if stem.kept:
+        warnings.warn(
+            f"the network keeps what lies between the convolution {stem.convolution!r} and its activation (as an "
+            "attribute or in a hook): that will be its mean over everything the missing pixels may be",
+            stacklevel=3,
+        )
     if stem.activation is None and not explicit:
         warnings.warn(
             f"no pointwise activation follows the first convolution, {stem.convolution!r}: the stem is linear, and the "
