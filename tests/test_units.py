@@ -116,6 +116,34 @@ def test_no_noise_at_all_in_any_units(type_: torch.dtype, exponent: int) -> None
     assert q.variance.max() / unit**2 < 1e-6
 
 
+@pytest.mark.parametrize("certain", [1, 2])
+@pytest.mark.parametrize("unit", [1e-9, 1.0])
+def test_some_pixels_without_noise_beside_noisy_ones(certain: int, unit: float) -> None:
+    """Against the limit: the certain pixels are constraints, and within them the noisy ones are a ridge regression."""
+    factors, noise = torch.randn(3, 20, dtype=torch.float64), 0.1 + torch.rand(20, dtype=torch.float64)
+    noise[:certain] = 0
+    x = torch.randn(20, dtype=torch.float64)
+    # All y with aᵀy = x at the certain pixels are y₀ + N z; the rest is ordinary in z.
+    exact = factors[:, :certain]
+    start = torch.linalg.pinv(exact.T) @ x[:certain]
+    null = torch.linalg.svd(exact.T, full_matrices=True).Vh[certain:].T
+    rest = factors[:, certain:].T / noise[certain:, None].sqrt()
+    left = torch.cat([rest @ null, null])
+    right = torch.cat([x[certain:] / noise[certain:].sqrt() - rest @ start, -start])
+    y = start + null @ torch.linalg.lstsq(left, right.unsqueeze(1)).solution.squeeze(1)
+    pixels, seen = torch.zeros(1, 1, 1, 1, 21, dtype=torch.float64), torch.ones(1, 1, 1, 21, dtype=torch.bool)
+    seen[..., -1] = False
+    last = torch.randn(3, 1, dtype=torch.float64)
+    p = MFA(
+        torch.zeros(1, 1, dtype=torch.float64),
+        pixels,
+        unit * torch.cat([factors, last], 1).view(1, 1, 3, 1, 1, 21),
+        unit**2 * torch.cat([noise, noise[-1:]]).view(1, 1, 1, 1, 21),
+    )
+    q = p.condition(unit * torch.cat([x, x[:1]]).view(1, 1, 1, 21), seen)
+    torch.testing.assert_close(q.mean.flatten()[-1] / unit, y @ last.flatten(), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("type_", [torch.float32, torch.float64])
 @pytest.mark.parametrize("exponent", [-60, 0, 40])
 def test_a_certain_pixel_decides_between_components(type_: torch.dtype, exponent: int) -> None:

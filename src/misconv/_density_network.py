@@ -15,12 +15,14 @@ from misconv.mfa import MFA
 __all__ = [
     "MOST_WEIGHTS",
     "Network",
+    "add_blocks",
     "check_devices",
     "check_floor",
     "check_rank",
     "check_seed",
     "check_shape",
     "check_sizes",
+    "head",
     "part_components",
     "result_type",
 ]
@@ -131,6 +133,21 @@ def part_components(means: nn.Module, noise: nn.Module) -> None:
     with torch.no_grad():
         means.bias.normal_(std=0.1)
         noise.bias.fill_(-1.0)
+
+
+def add_blocks(layers: list[nn.Module], inside: int, width: int, count: int) -> int:
+    """Append convolutions, each with ReLU and BatchNorm; how many channels come out."""
+    for _ in range(count):
+        layers += [nn.Conv2d(inside, width, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(width)]
+        inside = width
+    return inside
+
+
+def head(inside: int, out: int) -> nn.Sequential:
+    """Two convolutions for one parameter."""
+    return nn.Sequential(
+        nn.Conv2d(inside, 16, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(16), nn.Conv2d(16, out, 3, padding=1)
+    )
 
 
 def _is_integer(value: object) -> bool:

@@ -36,7 +36,7 @@ def score(means: Tensor, factors: Tensor, noise: Tensor, x: Tensor, scored: Tens
     value, mean = fill(x.unsqueeze(-4), scored, 0), fill(means, scored, 0)  # (B, 1, n), (B, K, n)
     factors = fill(factors, scored.unsqueeze(-4), 0)  # (B, K, L, n)
     noise = fill(noise, scored, 1)  # (B, K, n)
-    floor = _floor(value, mean, factors)
+    floor = _floor(value.detach(), mean.detach(), factors.detach())
     noise = torch.where(noise <= floor, floor, noise)  # NaN stays
     with full_precision(x.device):
         scale = noise.rsqrt()
@@ -45,8 +45,10 @@ def score(means: Tensor, factors: Tensor, noise: Tensor, x: Tensor, scored: Tens
         identity = torch.eye(factors.shape[-2], dtype=wide, device=x.device)
         root = cholesky(identity + loadings @ loadings.mT)  # (B, K, L, L), R
         root_inverse = triangular_inverse(root)
-        latent = root_inverse @ (loadings @ whitened.unsqueeze(-1))
-        latent = (root_inverse.mT @ latent).squeeze(-1)  # (B, K, L), ŷ = C⁻¹ V w
+        latent = _solve(root_inverse, loadings @ whitened.unsqueeze(-1))  # (B, K, L, 1), ŷ = C⁻¹ V w
+        # Once more for what is left: where some pixels have no noise and others much, C spans 14 orders of magnitude.
+        left = loadings @ (whitened.unsqueeze(-1) - loadings.mT @ latent) - latent
+        latent = (latent + _solve(root_inverse, left)).squeeze(-1)  # (B, K, L)
         # |w|² − (Vw)ᵀC⁻¹(Vw) as a sum of squares, which cannot cancel: |w − Vᵀŷ|² + |ŷ|².
         unexplained = whitened - (latent.unsqueeze(-2) @ loadings).squeeze(-2)
     distance = unexplained.square().sum(-1) + latent.square().sum(-1)
@@ -55,7 +57,11 @@ def score(means: Tensor, factors: Tensor, noise: Tensor, x: Tensor, scored: Tens
     return -0.5 * (distance + log_det + count * math.log(2 * math.pi)), root_inverse, latent
 
 
-@torch.no_grad()
+def _solve(root_inverse: Tensor, right: Tensor) -> Tensor:
+    """C⁻¹ times columns, with C⁻¹ = R⁻ᵀ R⁻¹."""
+    return root_inverse.mT @ (root_inverse @ right)
+
+
 def _floor(value: Tensor, mean: Tensor, factors: Tensor) -> Tensor:
     """The least noise (B, K, n): a share of the factors' variance, and the rounding of the values themselves.
 

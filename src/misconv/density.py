@@ -19,12 +19,14 @@ from misconv._checks import check_images, check_observed, check_size, describe
 from misconv._density_network import (
     MOST_WEIGHTS,
     Network,
+    add_blocks,
     check_devices,
     check_floor,
     check_rank,
     check_seed,
     check_shape,
     check_sizes,
+    head,
     part_components,
     result_type,
 )
@@ -142,14 +144,14 @@ class ConvDMFA(Network):
         for level, width in enumerate(widths):
             if level:
                 layers.append(nn.Conv2d(inside, inside, 3, stride=2, padding=1))
-            inside = _blocks(layers, inside, width, depths[level])
+            inside = add_blocks(layers, inside, width, depths[level])
         for step, width in enumerate(reversed(widths[:-1])):
             layers.append(nn.ConvTranspose2d(inside, inside, 3, stride=2, padding=1, output_padding=1))
-            inside = _blocks(layers, inside + skips * width, width, depths[len(widths) + step])
+            inside = add_blocks(layers, inside + skips * width, width, depths[len(widths) + step])
         self.features = nn.Sequential(*layers)
-        self.means = _head(inside, components * channels)
-        self.factors = _head(inside, components * rank * channels) if rank else None
-        self.noise = _head(inside, components * channels)
+        self.means = head(inside, components * channels)
+        self.factors = head(inside, components * rank * channels) if rank else None
+        self.noise = head(inside, components * channels)
         self.logits = nn.Linear(inside, components) if components > 1 else None  # one needs no weight
         part_components(self.means[-1], self.noise[-1])
 
@@ -187,19 +189,6 @@ class ConvDMFA(Network):
             if isinstance(layer, nn.ConvTranspose2d):
                 features = torch.cat([features, passed.pop()], 1)
         return features
-
-
-def _blocks(layers: list[nn.Module], inside: int, width: int, count: int) -> int:
-    for _ in range(count):
-        layers += [nn.Conv2d(inside, width, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(width)]
-        inside = width
-    return inside
-
-
-def _head(inside: int, out: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(inside, 16, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(16), nn.Conv2d(16, out, 3, padding=1)
-    )
 
 
 class SMFA(nn.Module):
@@ -387,10 +376,9 @@ class SMFA(nn.Module):
     def resume(self, images: Tensor, tensors: dict[str, Tensor], history: list[float], floor: float) -> None:
         """Go on from what `resumable` returned, with images like those it was fitted to."""
         names = ("logits", "means", "factors", "noise", "center", "scale", "seen")
-        if any(f"em.{name}" not in tensors for name in names):
-            raise ValueError(
-                f"tensors must be those of SMFA.resumable, em.{', em.'.join(names)}, got {sorted(tensors)}"
-            )
+        absent = [f"em.{name}" for name in names if f"em.{name}" not in tensors]
+        if absent:
+            raise ValueError(f"tensors must be those of SMFA.resumable, got none named {', '.join(absent)}")
         self._allocate(tuple(images.shape[1:]), images.dtype, images.device)
         logits, means, factors, noise, center, scale, seen = (
             tensors[f"em.{name}"].to(self.means.device) for name in names
