@@ -25,7 +25,7 @@ from misconv.transforms import Incomplete
 BILINEAR = v2.InterpolationMode.BILINEAR
 NEAREST = v2.InterpolationMode.NEAREST
 SIDE = (9, 8)
-DISPLACEMENT = 0.2 * torch.rand(1, *SIDE, 2, generator=torch.Generator().manual_seed(0)) - 0.1
+DISPLACEMENT = 0.2 * torch.rand(1, *SIDE, 2, generator=torch.Generator("cpu").manual_seed(0), device="cpu") - 0.1
 CORNERS = [[0, 0], [7, 0], [7, 8], [0, 8]]
 
 # Each pixel by itself, or with statistics of all: for the seen pixels in a row torchvision says what is right.
@@ -368,7 +368,7 @@ def test_integers_and_jpeg_cannot_say_what_is_missing() -> None:
             F.to_dtype(image, dtype, scale=dtype != torch.bool)
     with pytest.raises(TypeError, match="jpeg needs an image of uint8, in which no pixel can be missing, got"):
         F.jpeg(image, 90)
-    integers = Incomplete(torch.randint(256, (3, 16, 16), dtype=torch.uint8))
+    integers = Incomplete(torch.randint(256, (3, 16, 16), dtype=torch.uint8, device="cpu"))
     assert torch.equal(plain(F.jpeg(integers, 90)), plain(F.jpeg(tv_tensors.Image(plain(integers)), 90)))
     whole = Incomplete(torch.rand(3, 4, 4))
     assert torch.equal(
@@ -553,6 +553,15 @@ def test_a_usual_pipeline() -> None:
 
 
 # The image itself ----------------------------------------------------------------------------------------------------
+
+
+def test_an_incomplete_image_stays_one() -> None:
+    image = with_holes(*picture())
+    for same in (v2.ToImage()(image), Incomplete(image), tv_tensors.wrap(plain(image), like=image), image.clone()):
+        assert type(same) is Incomplete
+        assert torch.equal(plain(same).nan_to_num(), plain(image).nan_to_num())
+    for kind in (Tensor, tv_tensors.Image):
+        assert type(image.as_subclass(kind)) is kind  # who says so means it
 
 
 def test_what_an_image_can_be_made_of() -> None:

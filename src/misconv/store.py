@@ -26,9 +26,9 @@ def save(model: nn.Module, path: AnyPath) -> None:
 
     Layers of `torch.nn` and of this package are described in the file as long as they are what their arguments make:
     one with hooks, another `forward` or other attributes is not. A model with such a layer, or with other classes in
-    it, is saved too, but to load it you must build it yourself: ``load(path, into=model)``. Hooks, gradients and
-    buffers that are not persistent are not saved. An existing file is replaced at the last moment, or stays as it was
-    if anything fails.
+    it, is saved too, but to load it you must build it yourself: ``load(path, into=model)``. Hooks, gradients, buffers
+    that are not persistent and what learning needs to go on (that is what checkpoints are for) are not saved. An
+    existing file is replaced at the last moment, or stays as it was if anything fails.
 
     Example:
         >>> import tempfile

@@ -43,7 +43,8 @@ class Incomplete(tv_tensors.Image):  # type: ignore[misc]  # torchvision is not 
     - What mixes channels (gray, hue, saturation) or images (MixUp, AugMix) is missing if one of them is.
     - A complete image gives torchvision's own result, except where it is mixed with the outside. An image of integers
       is complete.
-    - Whatever else reads the pixels is refused, such as JPEG, integers or `PIL` images of what is missing.
+    - Whatever else reads the pixels is refused, such as JPEG, integers or `PIL` images of what is missing. Only
+      `torchvision.tv_tensors.Image(…)` and `to_image` make an ordinary image of it, whose NaN are NaN.
 
     Args:
         data: (…, C, H, W) or (H, W), a tensor, an array or a `PIL` image; `dtype`, `device` and `requires_grad` as in
@@ -92,7 +93,7 @@ class Incomplete(tv_tensors.Image):  # type: ignore[misc]  # torchvision is not 
         their names, `LinearTransformation`, `to_pil_image`.
         """
         output = super().__torch_function__(func, types, args, kwargs)
-        if torch.compiler.is_compiling() or not isinstance(output, Tensor) or func is Tensor.as_subclass:
+        if torch.compiler.is_compiling() or not isinstance(output, Tensor):
             return output
         caller = _torchvision_caller()
         if caller is None:
