@@ -2,6 +2,7 @@
 # make test   lint, types, tests and doctests (what CI runs)
 # make lint   ruff and mypy alone
 # make bench  time what is meant to be fast, against what it replaces
+# make fuzz   look for defects with random cases, for MINUTES (10 if not given)
 # make docs   measure what the documents state and draw their pictures
 # Everything happens in .venv, which any target creates with the pinned versions of constraints.txt.
 
@@ -11,7 +12,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test lint bench fuzz docs clean
 .DELETE_ON_ERROR:
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -38,6 +39,14 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/em.py
 	$(BIN)/python benchmarks/knn.py
 
+MINUTES ?= 10
+DEVICE  ?= cpu
+SEED    ?= $(shell date +%s)
+
+# make fuzz MINUTES=30 KINDS="maths networks": new seeds every time; each failure comes with the line that repeats it.
+fuzz: $(VENV)/installed
+	$(BIN)/python -m tests.fuzz $(KINDS) --minutes $(MINUTES) --device $(DEVICE) --seed $(SEED)
+
 docs: $(VENV)/installed
 	$(BIN)/python docs/measure.py
 	$(BIN)/python docs/pictures.py
@@ -45,6 +54,7 @@ docs: $(VENV)/installed
 	$(BIN)/python docs/speed.py
 	$(BIN)/python docs/figures.py
 	$(BIN)/python docs/results.py
+	$(BIN)/python docs/trust.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

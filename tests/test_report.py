@@ -8,6 +8,7 @@ import errno
 import io
 import json
 import math
+import os
 import re
 import time
 from html.parser import HTMLParser
