@@ -255,9 +255,9 @@ def _returned(density: SMFA, home: torch.device) -> Iterator[None]:
     except BaseException:
         if density.history is history or not density.history:  # EM has not begun
             density._buffers.update(before)
-            vars(density).update({name: known.get(name) for name in ("history", "floor", "_exact")})
+            vars(density).update({name: known.get(name) for name in ("history", "floor", "_exact", "_units")})
         else:
-            density._keep(density._parameters64())  # an interruption may have fallen between two of its tensors
+            density._keep(density._working()[0])  # an interruption may have fallen between two of its tensors
         raise
     finally:
         place = next((t.device for t in before.values() if t is not None), home)
@@ -266,4 +266,5 @@ def _returned(density: SMFA, home: torch.device) -> Iterator[None]:
             now = density._buffers[name]
             if tensor is not None and now is not None:
                 density._buffers[name] = now.to(tensor.dtype)
-        density._exact = None  # in float64, on the device of the training
+        if density._exact is not None and density._units is not None:  # EM can go on there
+            density._exact, density._units = density._exact.to(place), density._units.to(place)
