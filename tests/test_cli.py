@@ -200,6 +200,77 @@ def test_a_number_keeps_its_sign_where_only_ascii_can_be_written() -> None:
     assert done.stdout == b'-0.67 +- 1 "?"\n'
 
 
+# Output that nobody reads, or that cannot be written -----------------------------------------------------------------
+
+
+def shell(command: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command line as a shell runs it; `misconv` is that of this interpreter."""
+    text = f"misconv() {{ '{sys.executable}' -m misconv \"$@\"; }}; {command}"
+    return subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False, timeout=240, **options)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="pipes end otherwise there")
+@pytest.mark.parametrize(
+    ("command", "lines"),
+    [
+        ("misconv --help | true", 0),
+        ("misconv demo --quick --seeds 1 --out {} | head -1", 1),
+        ("misconv table --help | true", 0),
+    ],
+)
+def test_a_reader_that_is_gone(command: str, lines: int, tmp_path: Path) -> None:
+    """Ends the command as it ends others, by a signal; without a word of Python's."""
+    done = shell(f"{command.format(tmp_path / 'new')}; echo ${{PIPESTATUS[0]}}")
+    *shown, code = done.stdout.splitlines()
+    assert len(shown) == lines
+    assert int(code) in (0, 128 + signal.SIGPIPE)  # a short text may be written before the reader is gone
+    assert done.stderr == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_an_output_that_cannot_be_written() -> None:
+    for command in ("--help", "--version", "demo --help"):
+        done = shell(f"misconv {command} > /dev/full")
+        assert (done.returncode, done.stderr) == (2, "misconv: the output cannot be written: No space left on device\n")
+
+
+def test_an_output_that_is_closed(tmp_path: Path) -> None:
+    for command in ("misconv --version >&-", "misconv --help >&- 2>&-"):
+        done = shell(command)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    done = shell(f"misconv demo --out '{tmp_path}/new' --seeds 0 >&-")
+    assert (done.returncode, done.stderr) == (2, "misconv: --seeds must be at least 1, got 0\n")
+
+
+def test_a_place_is_tried_out_before_the_work(tmp_path: Path) -> None:
+    """A full disk, as a process sees it that may not write another byte; a name that is too long."""
+    done = shell(f"ulimit -f 0; trap '' XFSZ; misconv demo --out '{tmp_path}/new'")
+    assert done.returncode == 2
+    assert re.fullmatch(
+        r"misconv: folder must be in a place you may write to, got .*/new: File too large; choose another one\n",
+        done.stderr,
+    ), done.stderr
+    done = shell(f"misconv demo --out '{tmp_path}/{'x' * 300}/y'")
+    assert done.returncode == 2
+    assert re.fullmatch(r"misconv: folder must be .*: File name too long.*\n", done.stderr), done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("idle")
+def test_overwrite_is_for_reports_alone(tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text("<p>my page</p>")
+    refused(
+        call("demo", "--overwrite", "--out", str(tmp_path)),
+        "folder must be new or written by this command, got .*index.html, which is another file; .*",
+    )
+    (tmp_path / "index.html").rename(tmp_path / "notes.html")
+    refused(
+        call("demo", "--overwrite", "--out", str(tmp_path)),
+        "folder must hold a report of misconv to be overwritten, got .* with other files; .*",
+    )
+    assert (tmp_path / "notes.html").read_text() == "<p>my page</p>"
+
+
 def test_version_and_help() -> None:
     assert call("--version").stdout == f"misconv {misconv.__version__}\n"
     assert "demo" in call("--help").stdout

@@ -44,6 +44,15 @@ def test_lightning_trainer() -> None:
     assert load("lightning_module")["main"](images=256, epochs=4) > 0.5
 
 
+@pytest.mark.parametrize("name", ["pretrained_resnet", "segmentation", "lightning_module"])
+def test_as_a_newcomer_runs_it(name: str) -> None:
+    """In a fresh Python, where tensors are on the CPU, also beside a GPU; no advice about Tensor Cores."""
+    command = [sys.executable, str(FOLDER / f"{name}.py"), "--images", "64", "--epochs", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert name == "lightning_module" or "Tensor Cores" not in done.stderr + done.stdout
+
+
 def test_torchrun_with_two_processes() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(FOLDER / "distributed.py"), "--images", "128", "--epochs", "1"]

@@ -296,9 +296,13 @@ def test_bad_arguments(values_are_checked: None) -> None:
         expected_activation(lambda x: x.sum(), m, v)
     with pytest.raises(ValueError, match=r"variance must match mean, .*\(2, 3\).*, got .*\(3,\)"):
         expected_activation("relu", m, v[0])
-    with pytest.raises(ValueError, match="variance must be at least 0 everywhere, got -1.0"):
+    with pytest.raises(ValueError, match="variance must be finite and at least 0 everywhere, got -1.0"):
         expected_activation("relu", m, -v)
-    with pytest.raises(ValueError, match="variance must be at least 0 everywhere, got nan"):
+    with pytest.raises(ValueError, match="variance must be finite and at least 0 everywhere, got nan"):
         expected_activation("relu", m, v * torch.nan)
+    with pytest.raises(ValueError, match="variance must be finite and at least 0 everywhere, got inf"):
+        expected_activation("relu", m, v * torch.inf)
+    with pytest.raises(ValueError, match=r"activation has a slope for each of 4 channels of .*, got .*\(2, 3\)"):
+        expected_activation(nn.PReLU(4), m, v)
     with pytest.raises(TypeError, match="mean must be a floating-point tensor, got a int64 tensor"):
         expected_activation("relu", m.long(), v)

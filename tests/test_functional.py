@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -446,6 +449,76 @@ def test_bad_convolutions() -> None:
         expected_conv2d(p, weight, padding_mode="mirror")
 
 
+@pytest.mark.parametrize("function", [conv2d_moments, expected_conv2d])
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"stride": 0}, ValueError, "stride must be an integer of at least 1 or a pair of them, got 0"),
+        ({"stride": (1, 2, 3)}, ValueError, "stride must be an integer of at least 1 or a pair of them, got"),
+        ({"stride": "2"}, ValueError, "stride must be an integer of at least 1 or a pair of them, got '2'"),
+        ({"stride": 2, "padding": "same"}, ValueError, "padding must not be 'same' where stride is not 1, got stride 2"),
+        ({"padding": -1}, ValueError, "padding must be an integer of at least 0 or a pair of them, got -1"),
+        ({"padding": 1.5}, ValueError, "padding must be an integer of at least 0 or a pair of them, got 1.5"),
+        ({"padding": 2**30}, ValueError, "padding must leave a response that fits into memory, got 1073741824"),
+        ({"padding": 7, "padding_mode": "circular"}, ValueError, "padding must be at most 6 rows and 6 columns for padding_mode circular"),
+        ({"padding": (0, 6), "padding_mode": "reflect"}, ValueError, "padding must be at most 5 rows and 5 columns for padding_mode reflect"),
+        ({"padding_mode": None}, ValueError, "padding_mode must be zeros, reflect, replicate or circular, got None"),
+        ({"dilation": 3}, ValueError, "weight must fit into the images of 6×6 pixels with padding 0, got windows of 3×3 pixels with dilation 3"),
+        ({"dilation": None}, ValueError, "dilation must be an integer of at least 1 or a pair of them, got None"),
+        ({"groups": 0}, ValueError, "groups must be an integer of at least 1, got 0"),
+        ({"groups": True}, ValueError, "groups must be an integer of at least 1, got True"),
+        ({"weight": torch.zeros(4, 3, 0, 3)}, ValueError, "weight must have no empty dimension, got a float.. tensor of shape"),
+        ({"weight": np.zeros((4, 3, 3, 3))}, TypeError, r"weight must be a floating-point tensor .*, got a float64 numpy array of shape"),
+        ({"weight": torch.zeros(4, 3, 3, 3).to_sparse()}, TypeError, "weight must be a dense tensor, got a sparse_coo float"),
+        ({"bias": [0.0] * 4}, TypeError, r"bias must be a floating-point tensor \(4,\) or None, got"),
+        ({"bias": torch.zeros(4, device="meta")}, ValueError, "bias must be on the device of the images, .*, got a .* on meta"),
+    ],
+)  # fmt: skip
+def test_every_bad_argument_is_named(
+    function: Callable[..., object], arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    p = random_mfa(1, 1, 1, (3, 6, 6))
+    with pytest.raises(error, match=message) as caught:
+        function(p, **{"weight": torch.randn(4, 3, 3, 3), **arguments})
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"mean": torch.zeros(2, 3, 4, 4)}, ValueError, r"mean must have shape \(B, K, O, H', W'\), got"),
+        ({"variance": torch.zeros(2, 1, 3, 4, 5)}, ValueError, "variance must match mean, .*, got"),
+        ({"variance": None}, TypeError, "variance must be a floating-point tensor, got None"),
+        ({"weights": torch.ones(2)}, ValueError, r"weights must have shape \(B, K\) = \(2, 1\), got"),
+        ({"running_mean": torch.zeros(4)}, ValueError, "running_mean must be a tensor of the 3 channels, got"),
+        ({"weight": torch.zeros(3, dtype=torch.float16)}, ValueError, "weight must have the dtype of mean, .*, got a float16"),
+        ({"bias": torch.zeros(3, device="meta")}, ValueError, "bias must be on the device of mean, .*, got a .* on meta"),
+        ({"training": torch.ones(2)}, TypeError, "training must be True or False, got a"),
+        ({"momentum": None}, ValueError, "momentum must be a number from 0 to 1, got None"),
+        ({"eps": -1.0}, ValueError, "eps must be a finite number above 0, got -1.0"),
+    ],
+)  # fmt: skip
+def test_bad_batch_statistics(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    moments = torch.zeros(2, 1, 3, 4, 4)
+    good = {
+        "mean": moments,
+        "variance": moments,
+        "weights": torch.ones(2, 1),
+        "running_mean": None,
+        "running_var": None,
+    }
+    with pytest.raises(error, match=message):
+        batch_norm_moments(**{**good, "training": True, **arguments})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    p, weight = random_mfa(1, 1, 1, (2, 6, 6)), torch.randn(4, 1, 3, 3)
+    arguments = {"stride": np.int64(2), "padding": [np.int32(1), 2], "dilation": np.int64(1), "groups": np.int64(2)}
+    for mode in ("zeros", "reflect"):
+        ours = expected_conv2d(p, weight, **arguments, padding_mode=mode)  # type: ignore[arg-type]
+        assert torch.equal(ours, expected_conv2d(p, weight, None, 2, (1, 2), 1, 2, mode))
+
+
 def test_bad_partial_convolutions(values_are_checked: None) -> None:
     x, weight = torch.randn(1, 3, 6, 6), torch.randn(4, 3, 3, 3)
     seen = torch.ones(1, 1, 6, 6, dtype=torch.bool)
@@ -461,3 +534,9 @@ def test_bad_partial_convolutions(values_are_checked: None) -> None:
         partial_conv2d(x, seen[..., :5], weight)
     with pytest.raises(ValueError, match="x must be finite wherever it is observed, got nan"):
         partial_conv2d(x * torch.nan, seen, weight)
+    with pytest.raises(TypeError, match="return_observed must be True or False, got 1"):
+        partial_conv2d(x, seen, weight, return_observed=1)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match="weight must fit into the images of 6×6 pixels with padding 0, got windows of 3×3"
+    ):
+        partial_conv2d(x, seen, weight, dilation=4)

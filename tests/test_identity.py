@@ -117,7 +117,11 @@ def test_what_does_not_matter() -> None:
 def test_a_class_is_known_by_what_it_does(tmp_path: Path) -> None:
     """In another process, from another file, with another comment; but not with another forward."""
     text = "import torch\nfrom torch import nn\nclass Net(nn.Module):\n    def forward(self, x):\n        {}\n        return {}\n"
-    variants = {"a": ("'''About.'''", "x + 1"), "b": ("# a comment\n\n        '''Other words.'''", "x + 1"), "c": ("pass", "x + 2")}
+    variants = {
+        "a": ("'''About.'''", "x + 1"),
+        "b": ("# a comment\n\n        '''Other words.'''", "x + 1"),
+        "c": ("pass", "x + 2"),
+    }
     found = {}
     for name, parts in variants.items():
         (tmp_path / f"{name}.py").write_text(text.format(*parts))
@@ -134,7 +138,9 @@ def test_functions_by_name_code_and_closure() -> None:
 
     assert identify(closure(1.0)) == identify(closure(1.0)) != identify(closure(2.0))
     assert identify(missing.square) == "square"
-    assert identify(functools.partial(missing.noise, fraction=0.5)) != identify(functools.partial(missing.noise, fraction=0.6))
+    assert identify(functools.partial(missing.noise, fraction=0.5)) != identify(
+        functools.partial(missing.noise, fraction=0.6)
+    )
     assert "0x" not in json.dumps(identify([closure(1.0), object(), nn.ReLU(), torch.float32, max]))
 
 

@@ -229,6 +229,48 @@ def test_bad_arguments(arguments: dict[str, object], error: type[Exception], mes
         MisConv2d(3, 4, 3, **arguments)
 
 
+@pytest.mark.parametrize("layer", [MisConv2d, PartialConv2d])
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"in_channels": 0}, ValueError, "in_channels must be an integer of at least 1, got 0"),
+        ({"out_channels": 2.0}, ValueError, "out_channels must be an integer of at least 1, got 2.0"),
+        ({"kernel_size": (3, 0)}, ValueError, r"kernel_size must be an integer of at least 1 or a pair of them, got \(3, 0\)"),
+        ({"kernel_size": 2**30}, ValueError, "kernel_size must leave weights that fit into memory, got"),
+        ({"groups": 2}, ValueError, "groups must be a divisor of in_channels, 3, got 2"),
+        ({"stride": 2, "padding": "same"}, ValueError, "padding must not be 'same' where stride is not 1"),
+        ({"padding": "full"}, ValueError, "padding must be a number, a pair, 'same' or 'valid', got 'full'"),
+        ({"padding_mode": "mirror"}, ValueError, "padding_mode must be zeros"),
+        ({"bias": None}, TypeError, "bias must be True or False, got None"),
+        ({"dtype": torch.int64}, TypeError, "dtype must be a floating-point torch.dtype, got torch.int64"),
+        ({"device": "gpu"}, ValueError, "device must be a torch.device or its name, got 'gpu'"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_of_a_convolution(
+    layer: type[nn.Module], arguments: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        layer(**{"in_channels": 3, "out_channels": 4, "kernel_size": 3, **arguments})
+
+
+def test_everything_is_on_one_device() -> None:
+    p, layer = random_mfa(1, 1, 1, (3, 5, 5)), MisConv2d(3, 4, 3, norm=nn.BatchNorm2d(4), activation=nn.PReLU(4))
+    with pytest.raises(ValueError, match="weight must be on the device of the images, .*, got a .* on meta"):
+        copy.deepcopy(layer).to("meta")(p)
+    for training in (True, False):
+        other = copy.deepcopy(layer).train(training)
+        other.norm.to("meta")
+        with pytest.raises(ValueError, match="norm must be on the device of weight, .*, got a .* on meta"):
+            other(p)
+        other = copy.deepcopy(layer).train(training)
+        other.activation.to("meta")
+        with pytest.raises(ValueError, match="activation must be on the device of the responses, .*, got a .* on meta"):
+            other(p)
+    layer.norm.half()
+    with pytest.raises(ValueError, match="norm must have the dtype of weight, .*, got a float16"):
+        layer(p)
+
+
 def test_bad_convolutions_and_inputs() -> None:
     with pytest.raises(TypeError, match="conv must be a torch.nn.Conv2d, got Linear"):
         MisConv2d.from_conv(nn.Linear(3, 4))

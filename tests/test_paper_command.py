@@ -16,7 +16,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from misconv import _engine, bench, cli, data, store
+from misconv import ConvDMFA, _engine, bench, cli, data, store
 from misconv.paper import classification, command, plus, tables
 from misconv.paper.cache import FORMAT
 from misconv.paper.printed import METHODS
@@ -409,7 +409,8 @@ def test_a_folder_that_is_a_file_is_refused(file: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("mine")
     refused(digits("8", file, tmp_path / "taken"), "--out must be a folder, got .*taken, which is a file")
     refused(
-        digits("8", file, tmp_path / "taken" / "below"), ".*taken/below must be a folder for results, but .* is a file"
+        digits("8", file, tmp_path / "taken" / "below"),
+        "--out must be below a folder, got .*taken/below, but .* is a file",
     )
     assert (tmp_path / "taken").read_text() == "mine"
 
@@ -439,6 +440,85 @@ def test_a_record_that_cannot_be_used_is_refused_and_kept(
         assert path.read_bytes() == bad
     finally:
         path.write_bytes(good)
+
+
+@pytest.mark.usefixtures("no_training")
+@pytest.mark.parametrize(
+    "name", ["kind", "accuracy_incomplete", "accuracy_validation", "epoch", "title", "method", "seconds"]
+)
+@pytest.mark.parametrize("value", [None, "1.5", [], {}, True, 1e400, float("nan"), -0.5, "gone"])
+def test_a_record_that_somebody_has_changed(name: str, value: Any, file: Path, first: tuple[Path, Result]) -> None:
+    """A number that is none, a share of less than nothing, a text that is missing: one line, and the file stays."""
+    if value == -0.5 and not name.startswith("accuracy"):
+        pytest.skip("no share")
+    if isinstance(value, str) and value != "gone" and name in ("title", "method"):
+        pytest.skip("a text")
+    path = next((first[0] / "records").glob("digits-square-mfa-0-*"))
+    good = path.read_bytes()
+    content = json.loads(good)
+    content["record"][name] = value
+    if value == "gone":
+        del content["record"][name]
+    try:
+        path.write_text(json.dumps(content))
+        refused(
+            digits("8", file, first[0]),
+            f"{re.escape(str(path))} must be a record of misconv, got something else; move it away",
+        )
+    finally:
+        path.write_bytes(good)
+
+
+@pytest.mark.usefixtures("no_training")
+@pytest.mark.parametrize("other", ["conv", "smaller"])
+def test_a_density_or_layer_of_another(other: str, file: Path, first: tuple[Path, Result], tmp_path: Path) -> None:
+    """Files of misconv, but not those that their names stand for."""
+    out = tmp_path / "paper"
+    shutil.copytree(first[0], out)
+    (out / "table-1-digits.json").unlink()
+    (out / "table-1-digits.md").unlink()
+    strange = torch.nn.Conv2d(1, 1, 3) if other == "conv" else ConvDMFA(1, rank=1, widths=(4,), depths=(1,))
+    for path in (out / "densities").glob("digits-square-dmfa-*"):
+        store.save(strange, path)
+    for path in (out / "records").glob("*misconv_dmfa*"):
+        path.unlink()
+    refused(
+        digits("8", file, out),
+        "cannot load .*dmfa.*: it holds another density than its name stands for; move it away .*",
+    )
+    shutil.rmtree(out)
+    shutil.copytree(first[0], out)
+    for path in (out / "layers").iterdir():
+        store.save(strange, path)
+    refused(
+        call("figures", "--dataset", "digits", "--data", file, "--out", out, "--seeds", "2"),
+        "cannot load .*: it holds another layer than its name stands for; move it away to have it made again",
+    )
+
+
+@pytest.mark.parametrize("name", ["table-8-digits.md", "table-8-digits.json"])
+def test_a_table_does_not_replace_the_files_of_others(name: str, file: Path, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("my notes")
+    refused(
+        digits("8", file, tmp_path),
+        f"--out must be new or written by this command, got .*{name}, which is another file; .*",
+    )
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "my notes")]
+
+
+@pytest.mark.parametrize("checkpoint", ["../../mine", "mine", "..", "/etc/passwd", 3, None, ["x"]])
+def test_a_plan_that_somebody_has_changed_removes_nothing(checkpoint: Any, file: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    out = tmp_path / "a" / "out"
+    (out / "running").mkdir(parents=True)
+    (out / "running" / "mine").write_text("mine")
+    plan = out / "running" / f"0123456789abcdef-{FORMAT}.json"
+    plan.write_text(json.dumps({"records": [], "checkpoints": [checkpoint]}))
+    refused(
+        digits("8", file, out), f"{re.escape(str(plan))} must hold records of misconv, got something else; move it away"
+    )
+    assert (tmp_path / "mine").exists()
+    assert (out / "running" / "mine").exists()
 
 
 @pytest.mark.parametrize("part", ["densities", "running"])
@@ -508,4 +588,7 @@ def test_a_folder_that_may_not_be_written_is_named(file: Path, monkeypatch: pyte
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "mkdir", deny)
-    refused(digits("8", file, Path("/nowhere")), "/nowhere must be a folder you may write to, got /nowhere")
+    refused(
+        digits("8", file, Path("/nowhere")),
+        "--out must be in a place you may write to, got /nowhere: Permission denied; choose another one",
+    )

@@ -8,6 +8,7 @@ import errno
 import io
 import json
 import math
+import os
 import re
 import time
 from html.parser import HTMLParser
@@ -19,7 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from misconv import _pictures, _places, data, demo, missing, report, store
+from misconv import _pictures, _places, data, demo, missing, report
 from misconv.demo import Demo, Density, Method
 
 TINY = {"images": 200, "train": 120, "validation": 30, "dmfa_epochs": 2, "classifier_epochs": 1, "seeds": 2}

@@ -371,7 +371,9 @@ def test_bad_convolutions_are_told_apart_as_everywhere(values_are_checked: None)
     p = random_mfa(1, 1, 1, (3, 6, 6), hole(1, 6, 6))
     with pytest.raises(ValueError, match="weight must have C/groups = 3/1 input channels"):
         expected_conv2d(p, torch.randn(4, 2, 3, 3))
-    with pytest.raises(RuntimeError, match="Kernel size can't be greater than actual input size"):
+    with pytest.raises(
+        ValueError, match="weight must fit into the images of 6×6 pixels with padding 0, got windows of 7×7"
+    ):
         expected_conv2d(p, torch.randn(4, 3, 7, 7))
     with pytest.raises(ValueError, match="activation must be one of"):
         expected_conv2d(p, torch.randn(4, 3, 3, 3), activation="rely")

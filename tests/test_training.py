@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -323,7 +324,9 @@ def test_a_checkpoint_does_not_read_what_is_missing(kind: str, poison: float, tm
     fit_density(straight, x, observed, epochs=3, progress=False)
     fit_density(make(), x, observed, epochs=2, checkpoint=tmp_path / "run", progress=False)
     again = make()
-    fit_density(again, x.masked_fill(~observed, poison), observed, epochs=3, checkpoint=tmp_path / "run", progress=False)
+    fit_density(
+        again, x.masked_fill(~observed, poison), observed, epochs=3, checkpoint=tmp_path / "run", progress=False
+    )
     assert same(again, straight)
 
 
@@ -410,7 +413,9 @@ def test_two_trainings_do_not_share_a_file(tmp_path: Path) -> None:
             (tmp_path / "other").replace(path)
         return 1e-3
 
-    with pytest.raises(FileExistsError, match="checkpoint .*run must belong to one training, but another one has written"):
+    with pytest.raises(
+        FileExistsError, match="checkpoint .*run must belong to one training, but another one has written"
+    ):
         fit_density(small(), x, observed, epochs=3, learning_rate=rate, checkpoint=path, progress=False)
     assert store.read(path)[1]["settings"]["seed"] == 1
     # A file that somebody has removed is written again.
@@ -450,7 +455,9 @@ def test_an_unwritable_checkpoint_says_so(tmp_path: Path) -> None:
             fit_density(density, x, observed, epochs=1, checkpoint=tmp_path / "nowhere" / "run", progress=False)
         with pytest.raises(IsADirectoryError, match="checkpoint must be a file, got .*, which is a folder or a device"):
             fit_density(density, x, observed, epochs=1, checkpoint=tmp_path, progress=False)
-        with pytest.raises(OSError, match="checkpoint must be in a folder you may write to, got .*: File name too long"):
+        with pytest.raises(
+            OSError, match="checkpoint must be in a folder you may write to, got .*: File name too long"
+        ):
             fit_density(density, x, observed, epochs=1, checkpoint=tmp_path / ("x" * 300), progress=False)
         for bad in ("", "a\0b"):
             with pytest.raises(ValueError, match="checkpoint must be the name of a file, got"):
@@ -473,7 +480,9 @@ def test_a_full_disk_is_noticed_before_the_work(tmp_path: Path) -> None:
         "try: fit_density(ConvDMFA(1), x, x > 0.2, learning_rate=rate, checkpoint=sys.argv[1], progress=False)\n"
         "except OSError as error: print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True, check=True
+    )
     assert "checkpoint must be in a folder you may write to, got" in done.stdout
     assert "File too large" in done.stdout
     assert list(tmp_path.iterdir()) == []
@@ -545,6 +554,150 @@ def test_global_randomness_is_left_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+ODD: list[Any] = [
+    None, True, False, 0, -1, 2, 1.5, -0.5, math.nan, math.inf, -math.inf, 2**70, -(2**70), 10**400, 1j, "3", "", b"x", [], [1], (1, 2), {},
+    object(), np.float32(0.5), np.ones(3), np.int64(2), torch.tensor(1), torch.zeros(2, 2), nn.ReLU(), int, lambda: 0, lambda *a, **k: None,
+]  # fmt: skip
+
+
+def odd_call(call: Callable[[], Any], name: str, value: object) -> None:
+    """It works, or a short message names the argument; never an error of torch or Python itself."""
+    caught: Exception | None = None
+    try:
+        call()
+    except (ValueError, TypeError, OSError, FloatingPointError) as error:
+        caught = error
+    if caught is not None:
+        lines = str(caught).splitlines()
+        assert len(lines) <= 2, caught
+        assert name in lines[0], (value, caught)
+        assert " must " in lines[0] or isinstance(caught, FloatingPointError), (value, caught)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["density", "images", "observed", "epochs", "batch_size", "learning_rate", "mse_epochs", "shape", "fraction", "validation",
+     "patience", "seed", "checkpoint", "fabric", "progress"],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["network", "em"])
+def test_odd_arguments_of_fit_density(name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    x, observed = images(6)
+    for value in ODD:
+        density = small() if kind == "network" else SMFA(1, 1)
+        arguments = {
+            "density": density,
+            "images": x,
+            "observed": observed | True,
+            "epochs": 1,
+            "progress": False,
+            name: value,
+        }
+        if name == "epochs" and isinstance(value, int) and value > 2:
+            continue  # for ever
+        odd_call(lambda arguments=arguments: fit_density(**arguments), name, value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["network", "inputs", "labels", "validation_inputs", "validation_labels", "epochs", "batch_size", "learning_rate", "patience",
+     "seed", "checkpoint", "fabric", "progress"],
+)  # fmt: skip
+def test_odd_arguments_of_fit_classifier(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    x, _ = images(6)
+    labels = torch.arange(6) % 2
+    for value in ODD:
+        network = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+        arguments = {
+            "network": network, "inputs": x, "labels": labels, "validation_inputs": x, "validation_labels": labels, "epochs": 1,
+            "progress": False, name: value,
+        }  # fmt: skip
+        if name == "epochs" and isinstance(value, int) and value > 2:
+            continue
+        odd_call(lambda arguments=arguments: fit_classifier(**arguments), name, value)
+
+
+IMAGES = torch.rand(6, 1, 8, 8, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("images", "observed", "message"),
+    [
+        (IMAGES[0], IMAGES > 0, "images must have shape"), (IMAGES[:0], IMAGES[:0] > 0, "images must have shape"),
+        (IMAGES.int(), IMAGES > 0, "images must be a floating-point"), (IMAGES, IMAGES[:, :, :4] > 0, "observed must have shape"),
+        (IMAGES, IMAGES, "observed must be bool, or hold only 0"), (IMAGES * torch.nan, IMAGES > -1, "images must be finite wherever"),
+        (IMAGES, IMAGES > 2, "observed must show every channel somewhere"), (IMAGES.byte()[0], IMAGES > 0, "images must have shape"),
+        (IMAGES.to(torch.complex64), IMAGES > 0, "images must be a floating-point"), (IMAGES.expand(6, 2, 8, 8), IMAGES > 0, "density must take what it is trained on"),
+    ],
+)  # fmt: skip
+def test_odd_tensors(images: Tensor, observed: Tensor, message: str) -> None:
+    density = small()
+    start = {name: value.clone() for name, value in density.state_dict().items()}
+    with pytest.raises((ValueError, TypeError), match=message):
+        fit_density(density, images, observed, epochs=1, progress=False)
+    assert all(torch.equal(value, start[name]) for name, value in density.state_dict().items())
+
+
+def test_odd_data_that_can_be_learned_from() -> None:
+    """One image; two; images of which nothing is seen among others; batches of one; holes of NaN; nothing held back."""
+    for count, options in (
+        (1, {}),
+        (1, {"validation": 0}),
+        (2, {"batch_size": 1}),
+        (3, {"batch_size": 2, "validation": 0.5}),
+    ):
+        x, observed = images(count)
+        history = fit_density(small(), x, observed, epochs=2, progress=False, **options)  # type: ignore[arg-type]
+        assert all(math.isfinite(value) for record in history for value in record.values())
+    x, observed = images(20)
+    observed[3:11] = False
+    for batch_size in (1, 4, 64, 2**62):
+        history = fit_density(
+            small(), x.masked_fill(~observed, math.nan), observed, epochs=2, batch_size=batch_size, progress=False
+        )
+        assert all(math.isfinite(value) for record in history for value in record.values())
+
+
+def test_odd_networks() -> None:
+    x, observed = images(8)
+    labels = torch.arange(8) % 4
+
+    def network(out: int, **options: Any) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, out, **options))
+
+    with pytest.raises(
+        ValueError,
+        match=r"network must return logits \(B, classes\) of at least 4 classes, .* got a float32 tensor of shape \(8, 3\)",
+    ):
+        fit_classifier(network(3), x, labels, progress=False)
+    with pytest.raises(ValueError, match="labels must be classes that count from 0, got -100"):
+        fit_classifier(network(4), x, labels - 100, progress=False)
+    with pytest.raises(TypeError, match=r"labels must be a tensor \(N,\) of integers, got a bool"):
+        fit_classifier(network(4), x, labels > 1, progress=False)
+    with pytest.raises(
+        ValueError,
+        match="network must take what it is trained on, but it failed on a float64 tensor of shape .*: .*dtype",
+    ):
+        fit_classifier(network(4), x.double(), labels, progress=False)
+    with pytest.raises(
+        ValueError, match=r"inputs must hold one row for each image, got .* \(8, 1, 8, 8\) .* and .* \(3, 1, 8, 8\)"
+    ):
+        fit_classifier(network(4), (x, observed[:3]), labels, progress=False)
+    with pytest.raises(TypeError, match="density must return a misconv.MFA of images .*, got a float32 tensor"):
+        fit_density(Fake(), x, observed, progress=False)
+    assert len(fit_classifier(network(4), x, labels.to(torch.uint8), epochs=1, progress=False)) == 1
+
+
+class Fake(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, observed: Tensor) -> Tensor:
+        return x * self.weight
+
+
 def test_bad_arguments() -> None:
     x, observed = images()
     with pytest.raises(TypeError, match="images must be a floating-point image, got a int64 tensor"):
@@ -561,7 +714,10 @@ def test_bad_arguments() -> None:
         fit_density(small(), x, observed, epochs=0)
     with pytest.raises(ValueError, match="x must have the 3 channels of this density"):
         fit_density(ConvDMFA(3), x, observed, progress=False)
-    with pytest.raises(ValueError, match="labels must be one for each of the 96 images, got 95"):
+    with pytest.raises(
+        ValueError,
+        match="labels must be one for each of the 96 images of inputs, got a int64 tensor of shape \\(95,\\)",
+    ):
         fit_classifier(Classifier(), x, torch.zeros(95, dtype=torch.long))
     with pytest.raises(TypeError, match=r"labels must be a tensor \(N,\) of integers, got"):
         fit_classifier(Classifier(), x, torch.zeros(96))

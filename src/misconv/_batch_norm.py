@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from misconv._conv_checks import check_batch_norm
 from misconv._path import by_itself
 
 __all__ = ["Affine", "batch_norm_moments", "fixed_batch_norm", "normalized", "sync_group"]
@@ -76,6 +77,9 @@ def batch_norm_moments(
         >>> torch.allclose(total, torch.ones(8), atol=1e-3)
         True
     """
+    vectors = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
+    check_batch_norm(mean, variance, weights, vectors, training, momentum, eps)
+    momentum, eps = float(momentum), float(eps)
     if not training and running_mean is not None and running_var is not None:
         return normalized(fixed_batch_norm(running_mean, running_var, weight, bias, eps), mean, variance)
     batch = _statistics(mean, variance, weights)

@@ -275,6 +275,16 @@ def _per_channel(weight: Tensor) -> Tensor:
     return weight.view(-1, 1, 1) if weight.numel() > 1 else weight
 
 
+def _check_slopes(weight: Tensor, mean: Tensor) -> None:
+    count = weight.numel()
+    if count > 1 and (mean.dim() < 3 or mean.shape[-3] != count):
+        raise ValueError(
+            f"activation has a slope for each of {count} channels of (…, {count}, H, W), got {describe(mean)}"
+        )
+    if weight.device != mean.device:
+        raise ValueError(f"activation must be on the device of the responses, {mean.device}, got {describe(weight)}")
+
+
 def _prelu(x: Tensor, slope: Tensor) -> Tensor:
     return torch.where(x > 0, x, slope * x)
 
@@ -349,7 +359,7 @@ def activation_module(activation: Activation) -> nn.Module | Callable[[Tensor], 
         return activation
     if isinstance(activation, str):
         if activation not in _NAMES:
-            raise ValueError(f"activation must be one of {', '.join(sorted(_NAMES))}, got {activation!r}")
+            raise ValueError(f"activation must be one of {', '.join(sorted(_NAMES))}, got {describe(activation)}")
         return _NAMES[activation]()
     if not callable(activation):
         raise TypeError(f"activation must be a name, an nn.Module or a function, got {describe(activation)}")
@@ -372,6 +382,8 @@ def deviation(variance: Tensor) -> Tensor:
 def expectation_of_spread(activation: Activation, mean: Tensor, spread: Tensor) -> Tensor:
     """The same with the standard deviation, which has twice the range of a variance."""
     function = activation_module(activation)
+    if type(function) is nn.PReLU:
+        _check_slopes(function.weight, mean)
     plain = partial(_apply, function)
     compute = torch.promote_types(mean.dtype, torch.float32)
     random = spread > 0

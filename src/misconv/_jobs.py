@@ -74,6 +74,7 @@ def density_job(
     if len(rows) == 0:
         raise ValueError(f"images must hold more than the share set aside for validation, got {describe(images)}")
     given = images, observed, rows
+    batch_size = min(batch_size, len(rows))
 
     def prepare() -> None:
         calibrate = getattr(density, "calibrate", None)
@@ -81,7 +82,7 @@ def density_job(
             x, seen, chosen = given
             with borrowed(density, x.device) as loan:
                 loan.result = None  # it keeps what it learns
-                calibrate(as_floats(x[chosen]), seen[chosen])
+                _call("density", calibrate, (as_floats(x[chosen]), seen[chosen]))
 
     resident = _fits(fabric, images, observed)
     if resident:
@@ -174,6 +175,7 @@ def classifier_job(
     check_size("batch_size", batch_size)
     labels = _check_labelled("", inputs, labels)
     size, held, highest = len(labels), 0, int(labels.max())
+    batch_size = min(batch_size, size)
     if (validation_inputs is None) != (validation_labels is None):
         raise ValueError("validation_inputs and validation_labels must be given together, got one of them")
     if validation_inputs is not None and validation_labels is not None:
@@ -287,7 +289,7 @@ def _taker(inputs: Inputs | None, device: torch.device, resident: bool) -> Calla
     return take
 
 
-def _call(name: str, model: nn.Module, batch: Any) -> Any:
+def _call(name: str, model: Callable[..., Any], batch: Any) -> Any:
     """What a module makes of a batch; torch's own words, where it fails, do not say of what."""
     try:
         return model(*batch) if isinstance(batch, tuple) else model(batch)
@@ -358,7 +360,9 @@ def _check_labelled(prefix: str, inputs: Inputs, labels: Tensor) -> Tensor:
     if not callable(inputs):
         size = _check_inputs(f"{prefix}inputs", inputs)
         if len(labels) != size:
-            raise ValueError(f"{name} must be one for each of the {size} images, got {len(labels)}")
+            raise ValueError(
+                f"{name} must be one for each of the {size} images of {prefix}inputs, got {describe(labels)}"
+            )
     if int(labels.min()) < 0:
         raise ValueError(f"{name} must be classes that count from 0, got {int(labels.min())}")
     return labels.long()

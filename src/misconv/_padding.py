@@ -163,4 +163,4 @@ def margins(kernel: tuple[int, ...], padding: Padding, dilation: Pair) -> tuple[
 
 
 def pair(value: Pair) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (value[0], value[1])
+    return (value[0], value[1]) if isinstance(value, tuple | list) else (value, value)

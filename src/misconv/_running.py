@@ -274,7 +274,12 @@ def _full(size: int, batch_size: int, least: int) -> int:
 
 def rate_of(learning_rate: Rate, epoch: int) -> float:
     """The learning rate of an epoch, checked."""
-    rate = learning_rate(epoch) if callable(learning_rate) else learning_rate
+    try:
+        rate = learning_rate(epoch) if callable(learning_rate) else learning_rate
+    except TypeError as error:
+        raise TypeError(
+            f"learning_rate must be a number or a function of the epoch, got {describe(learning_rate)}: {error}"
+        ) from error
     if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 <= rate <= _LARGEST_RATE:
         number = f"a number from 0 to {_LARGEST_RATE:g}"
         must = f"return {number} for epoch {epoch}" if callable(learning_rate) else f"be {number}, or a function"

@@ -37,8 +37,8 @@ def convert(
     the network's own, which is tried on random images before anything is returned. `model` itself is left as it was.
 
     Args:
-        model: any network whose first convolution receives the images, as they are or after arithmetic with a number per
-            channel, padding or a choice of channels.
+        model: any network whose first convolution receives the images, as they are or after arithmetic with a number
+            per channel, padding or a choice of channels.
         density: any module (x, observed) → `MFA`; None where the converted network is always called with an MFA.
         stem: names of the convolution, the normalization and the activation as in ``model.named_modules()``, where
             they are not to be searched for: ``"conv1"`` or ``("conv1", "bn1", "act")``.

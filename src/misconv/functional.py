@@ -11,7 +11,8 @@ from misconv._batch_norm import Affine as Affine
 from misconv._batch_norm import batch_norm_moments
 from misconv._batch_norm import fixed_batch_norm as fixed_batch_norm
 from misconv._batch_norm import sync_group as sync_group
-from misconv._checks import check_images, check_observed, check_seen_finite, describe, readable
+from misconv._checks import check_dense, check_images, check_observed, check_seen_finite, describe, readable
+from misconv._conv_checks import check_convolution, check_flag, check_geometry, check_weight, check_windows
 from misconv._expectations import Activation, deviation, expectation, expectation_of_spread
 from misconv._padding import Padding, Pair, border_noise, margins
 from misconv._path import HAS_TRITON, by_itself, is_plain
@@ -79,11 +80,13 @@ def expected_activation(activation: Activation, mean: Tensor, variance: Tensor) 
     for name, value in (("mean", mean), ("variance", variance)):
         if not isinstance(value, Tensor) or not value.is_floating_point():
             raise TypeError(f"{name} must be a floating-point tensor, got {describe(value)}")
+        check_dense(name, value)
     if mean.shape != variance.shape or mean.device != variance.device or mean.dtype != variance.dtype:
         raise ValueError(f"variance must match mean, {describe(mean)}, got {describe(variance)}")
-    if readable(variance) and not (variance >= 0).all():
-        bad = variance[~(variance >= 0)]
-        raise ValueError(f"variance must be at least 0 everywhere, got {bad[0].item()}")
+    if readable(variance):
+        bad = variance[~((variance >= 0) & variance.isfinite())]
+        if bad.numel():
+            raise ValueError(f"variance must be finite and at least 0 everywhere, got {bad[0].item()}")
     return expectation(activation, mean, variance)
 
 
@@ -133,6 +136,7 @@ def respond(
 
     On a GPU that is a fused kernel; on a CPU the expectation is computed only in windows that touch a missing pixel.
     """
+    check_geometry(stride, padding, dilation, groups, padding_mode)
     if isinstance(p, MFA) and not is_plain():
         arguments = (p, weight, bias, stride, padding, dilation, groups, padding_mode, norm, activation)
         fast: Tensor | None = None
@@ -143,7 +147,7 @@ def respond(
         elif p.means.device.type == "cpu":
             parts = (p.logits, p.means, p.factors, p.noise, p.observed, weight, bias)
             if by_itself(*(part for part in parts if part is not None)):
-                check_convolution(p, weight, bias, padding, groups, padding_mode)
+                check_convolution(p, weight, bias, stride, padding, dilation, groups, padding_mode)
                 fast = _touched.respond(*arguments)
         if fast is not None:
             return fast
@@ -202,7 +206,10 @@ def partial_conv2d(
         9.0
     """
     check_images("x", x)
-    _check_weight(weight, bias, x.shape[1], groups, x)
+    check_flag("return_observed", return_observed)
+    check_geometry(stride, padding, dilation, groups, "zeros")
+    check_weight(weight, bias, x.shape[1], groups, x)
+    check_windows(tuple(x.shape), weight, stride, padding, dilation, "zeros")
     observed = check_observed("observed", observed, x)
     check_seen_finite("x", x, observed)
     response = F.conv2d(x.where(observed, 0), weight, None, stride, padding, dilation, groups)
@@ -256,8 +263,8 @@ def raw_moments(
     """
     mean, variance, unit = _scaled_moments(p, weight, bias, stride, padding, dilation, groups, padding_mode)
     if variance.dtype == torch.float32 and variance.device.type == "cpu" and by_itself(variance, unit):
-        if (unit != 1).any():
-            variance, unit = variance.double(), unit.double()
+        wide = torch.float64 if (unit != 1).any() else torch.float32
+        variance, unit = variance.to(wide), unit.to(wide)
     return mean, variance * unit * unit
 
 
@@ -276,7 +283,7 @@ def _scaled_moments(
     The units are powers of two by which tiny and huge numbers are divided, so that no square leaves the range of
     float32; 1 for ordinary images and filters.
     """
-    check_convolution(p, weight, bias, padding, groups, padding_mode)
+    check_convolution(p, weight, bias, stride, padding, dilation, groups, padding_mode)
 
     def convolve(images: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Any leading dimensions, (…, C, H, W) → (…, O, H', W')."""
@@ -329,41 +336,3 @@ def _unit(largest: Tensor, low: int, high: int) -> Tensor:
     """
     exponent = torch.where(largest > 0, largest, 1).clamp_min(2.0**-126).log2().floor()
     return torch.exp2(exponent - exponent.clamp(low, high))
-
-
-def check_convolution(
-    p: MFA, weight: Tensor, bias: Tensor | None, padding: Padding, groups: int, padding_mode: PaddingMode
-) -> None:
-    """The arguments of a convolution of random images."""
-    if not isinstance(p, MFA):
-        raise TypeError(f"p must be a misconv.MFA (misconv.MFA.point(x) for complete images), got {describe(p)}")
-    _check_weight(weight, bias, p.shape[-3], groups, p.means)
-    _check_padding(padding, padding_mode)
-
-
-def _check_weight(weight: Tensor, bias: Tensor | None, channels: int, groups: int, images: Tensor) -> None:
-    if not isinstance(weight, Tensor) or weight.dim() != 4 or not weight.is_floating_point():
-        raise TypeError(f"weight must be a floating-point tensor (O, C/groups, kh, kw), got {describe(weight)}")
-    if not isinstance(groups, int) or groups < 1 or weight.shape[0] % groups:
-        raise ValueError(f"groups must be a positive divisor of the {weight.shape[0]} output channels, got {groups!r}")
-    if weight.shape[1] * groups != channels:
-        raise ValueError(
-            f"weight must have C/groups = {channels}/{groups} input channels to fit images of {channels} channels, "
-            f"got {describe(weight)}"
-        )
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ValueError(f"bias must have shape ({weight.shape[0]},), one per output channel, got {describe(bias)}")
-    for name, value in (("weight", weight), ("bias", bias)):
-        if value is None:
-            continue
-        if value.device != images.device:
-            raise ValueError(f"{name} must be on the device of the images, {images.device}, got {describe(value)}")
-        if value.dtype != images.dtype and not torch.is_autocast_enabled(images.device.type):
-            raise ValueError(f"{name} must have the dtype of the images, {images.dtype}, got {describe(value)}")
-
-
-def _check_padding(padding: Padding, padding_mode: str) -> None:
-    if isinstance(padding, str) and padding not in ("same", "valid"):
-        raise ValueError(f"padding must be a number, a pair, 'same' or 'valid', got {padding!r}")
-    if padding_mode not in ("zeros", "reflect", "replicate", "circular"):
-        raise ValueError(f"padding_mode must be zeros, reflect, replicate or circular, got {padding_mode!r}")

@@ -13,7 +13,9 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from misconv._checks import describe
+from misconv._conv_checks import check_layer, check_placed
 from misconv._expectations import Activation, activation_module
+from misconv._padding import Padding, Pair
 from misconv.functional import (
     Affine,
     batch_norm_moments,
@@ -57,12 +59,25 @@ class MisConv2d(nn.Conv2d):
 
     def __init__(
         self,
-        *args: Any,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Pair,
+        stride: Pair = 1,
+        padding: Padding = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        device: Any = None,
+        dtype: Any = None,
+        *,
         norm: nn.Module | None = None,
         activation: Activation = "relu",
-        **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        window = (kernel_size, stride, padding, dilation)
+        arguments: tuple[Any, ...] = (in_channels, out_channels, *window, groups, bias, padding_mode, device, dtype)
+        check_layer(*arguments)
+        super().__init__(*arguments)
         _check_norm(norm, self.out_channels)
         function = activation_module(activation)
         _check_activation(function, self.out_channels)
@@ -116,6 +131,8 @@ class MisConv2d(nn.Conv2d):
         """(B, O, H', W'), the expected activation."""
         convolution = (self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups, self.padding_mode)
         norm = self.norm
+        if isinstance(norm, nn.Module) and norm.running_mean is not None:
+            check_placed("norm", norm.running_mean, "weight", convolution[0])  # type: ignore[arg-type]  # a tensor
         if isinstance(norm, _BATCH_NORMS) and (norm.training or norm.running_mean is None):
             mean, variance = _normalize(norm, p, *raw_moments(p, *convolution))
             return mix_expectations(p, self.activation, mean, variance)
@@ -140,13 +157,29 @@ class PartialConv2d(nn.Conv2d):
         (torch.Size([2, 8, 16, 16]), torch.Size([2, 1, 16, 16]))
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.padding_mode != "zeros":
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Pair,
+        stride: Pair = 1,
+        padding: Padding = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        window = (kernel_size, stride, padding, dilation)
+        arguments: tuple[Any, ...] = (in_channels, out_channels, *window, groups, bias, padding_mode, device, dtype)
+        check_layer(*arguments)
+        if padding_mode != "zeros":
             raise ValueError(
                 f"padding_mode must be zeros, for a partial convolution leaves out what lies outside the image, "
-                f"got {self.padding_mode!r}"
+                f"got {padding_mode!r}"
             )
+        super().__init__(*arguments)
 
     # A convolution that needs a second argument.
     def forward(  # type: ignore[override]  # the mask as well

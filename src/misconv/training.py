@@ -147,6 +147,9 @@ def fit_classifier(
         2
     """
     check_trainable("network", network)
+    for name, given in (("inputs", inputs), ("validation_inputs", validation_inputs)):
+        if callable(given):
+            raise TypeError(f"{name} must be an MFA, a tensor or a tuple of tensors, got {describe(given)}")
     tensors = [t for t in pytree.tree_leaves((inputs, labels)) if isinstance(t, Tensor)]
     fabric = _start(fabric, network, epochs, patience, checkpoint, progress, *tensors)
     job = classifier_job(
@@ -252,9 +255,9 @@ def _returned(density: SMFA, home: torch.device) -> Iterator[None]:
     except BaseException:
         if density.history is history or not density.history:  # EM has not begun
             density._buffers.update(before)
-            vars(density).update({name: known.get(name) for name in ("history", "floor", "_exact")})
+            vars(density).update({name: known.get(name) for name in ("history", "floor", "_exact", "_units")})
         else:
-            density._keep(density._parameters64())  # an interruption may have fallen between two of its tensors
+            density._keep(density._working()[0])  # an interruption may have fallen between two of its tensors
         raise
     finally:
         place = next((t.device for t in before.values() if t is not None), home)
@@ -263,4 +266,5 @@ def _returned(density: SMFA, home: torch.device) -> Iterator[None]:
             now = density._buffers[name]
             if tensor is not None and now is not None:
                 density._buffers[name] = now.to(tensor.dtype)
-        density._exact = None  # in float64, on the device of the training
+        if density._exact is not None and density._units is not None:  # EM can go on there
+            density._exact, density._units = density._exact.to(place), density._units.to(place)

@@ -81,8 +81,6 @@ class Cache:
             content = json.loads(path.read_text(encoding="utf-8"))
             found, record = content["format"], content["record"]
             name = key(record["settings"]) if found == FORMAT else None
-            if found == FORMAT and kind is not None:
-                _check_kind(record, kind)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} must be a record of misconv, got something else; move it away") from error
         if found != FORMAT:
@@ -92,6 +90,8 @@ class Cache:
             )
         if name != key(settings):
             raise ValueError(f"{path} must hold the settings that its name stands for, got others; move it away")
+        if kind is not None and not _is_of_kind(record, kind):
+            raise ValueError(f"{path} must be a record of misconv, got something else; move it away")
         return dict(record)
 
     def keep(self, settings: Settings, record: dict[str, Any]) -> dict[str, Any]:
@@ -146,19 +146,20 @@ class Cache:
         return self.folder / "records" / f"{_slug(settings)}-{key(settings)}.json"
 
 
-def _check_kind(record: dict[str, Any], kind: str) -> None:
-    """The texts and numbers that tables read; somebody may have changed them by hand."""
+def _is_of_kind(record: dict[str, Any], kind: str) -> bool:
+    """Whether it has the texts and numbers that tables read; somebody may have changed them by hand."""
     texts, numbers = NEEDED[kind]
-    if record["kind"] != kind or not all(isinstance(record[name], str) for name in texts):
-        raise ValueError("a text is missing")
-    for name in numbers:
-        number = record[name]
-        if number is None and kind == "density":  # an infinite one, which JSON does not know
-            continue
-        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-            raise ValueError(f"{name} is no number")
-        if name.startswith("accuracy") and not 0 <= number <= 1:
-            raise ValueError(f"{name} is no share")
+    if record.get("kind") != kind or not all(isinstance(record.get(name), str) for name in texts):
+        return False
+    known = [record.get(name) for name in numbers]
+    if kind == "density":  # one that is infinite, which JSON does not know, is left out
+        known = [number for number in known if number is not None]
+    shares = [record[name] for name in numbers if name.startswith("accuracy") and name in record]
+    return all(map(_is_number, known)) and all(0 <= share <= 1 for share in shares)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
