@@ -50,7 +50,7 @@ def test_an_mfa_scales_with_its_units(dtype: torch.dtype, exponent: int, rank: i
     p, x, where = problem(dtype, rank)
     unit = 2.0**exponent
     q = in_units(p, unit)
-    shift = scored(p, where).sum((1, 2, 3)) * (exponent * math.log(2))
+    shift = scored(p, where).sum((1, 2, 3)).double() * (exponent * math.log(2))
     # In float64, for log n of a large image has few digits left in float32.
     wide = (x.double() * unit, where)
     torch.testing.assert_close(

@@ -49,12 +49,12 @@ class Units:
 
 
 def unit_of(deviation: Tensor, center: Tensor) -> Tensor:
-    """The unit of every channel: its deviation, or, where it is constant, what size its values have.
+    """The unit of every channel: its deviation, or, where it is constant, a thousandth of its value.
 
     A channel that is zero throughout takes the largest unit of the others, and 1 where there is none.
     """
     size = center.abs()
-    unit = torch.where(deviation > 1e-12 * size, deviation, size)  # what is below is rounding
+    unit = torch.where(deviation > 1e-12 * size, deviation, 2.0**-10 * size)  # what is below is rounding
     largest = unit.max()
     return torch.where(unit > 0, unit, torch.where(largest > 0, largest, 1))
 

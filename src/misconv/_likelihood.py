@@ -85,7 +85,9 @@ def log_prob(
     """The log density (B,) of the pixels that are in `where` and not `observed`; None is every pixel, and none."""
     where = torch.ones_like(x, dtype=torch.bool) if where is None else where
     likelihood, _, _ = score(means, factors, noise, x, where if observed is None else where & ~observed)
-    return (logits.log_softmax(-1) + likelihood).logsumexp(-1).to(x.dtype)
+    logits = logits.to(likelihood.dtype)
+    # This difference is exactly zero where no pixel is scored.
+    return ((logits + likelihood).logsumexp(-1) - logits.logsumexp(-1)).to(x.dtype)
 
 
 def wide_type(like: Tensor) -> torch.dtype:

@@ -196,7 +196,7 @@ class MFA:
             moved = (latent.to(compute).unsqueeze(-2) @ free).reshape(self.means.shape)
             factors = (root_inverse.to(compute) @ free).reshape(self.factors.shape)
         return MFA(
-            logits=(self.logits.log_softmax(-1) + likelihood).log_softmax(-1).to(self.dtype),
+            logits=(self.logits.to(likelihood.dtype) + likelihood).log_softmax(-1).to(self.dtype),
             means=torch.where(fresh.unsqueeze(-4), x.unsqueeze(-4), (self.means + moved).to(self.dtype)),
             factors=factors.to(self.dtype),
             noise=self.noise,
