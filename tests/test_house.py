@@ -52,20 +52,12 @@ MAY_IMPORT = {
     "_density_network": {"torch", "_checks", "_em_data", "mfa"},
     "density": {"torch", "_checks", "_density_network", "_em", "_em_data", "mfa"},
     "impute": {"torch", "_checks", "mfa"},
-<<<<<<< HEAD
     "_files": set(),
     "_format": {"torch", "safetensors", "_checks", "_files"},
     "_builder": {"torch"},
     "_description": {"torch", "_builder", "_checks"},
     "_restore": {"torch", "_files"},
     "store": {"torch", "_checks", "_description", "_files", "_format", "_restore"},
-    "_session": {"torch", "lightning_fabric", "rich", "store"},
-    "_engine": {"torch", "lightning_fabric", "_session", "store"},
-    "_jobs": {"torch", "lightning_fabric", "_checks", "_engine", "mfa", "missing"},
-    "training": {
-=======
-    "_description": {"torch", "_checks"},
-    "store": {"torch", "safetensors", "_checks", "_description"},
     "_session": {"torch", "lightning_fabric", "lightning_utilities", "rich", "_checks"},
     "_loan": {"torch", "_checks"},
     "_places": set(),
@@ -84,7 +76,6 @@ MAY_IMPORT = {
         "_session",
     },
     "_jobs": {
->>>>>>> h/train
         "torch",
         "lightning_fabric",
         "_checks",
