@@ -62,7 +62,7 @@ MAY_IMPORT = {
     "_loan": {"torch", "_checks"},
     "_places": set(),
     "_identity": {"torch", "numpy", "mfa"},
-    "_checkpoint": {"torch", "lightning_fabric", "_checks", "_identity", "_places", "store"},
+    "_checkpoint": {"torch", "lightning_fabric", "_checks", "_identity", "_places", "_processes", "store"},
     "_processes": {"torch", "lightning_fabric"},
     "_running": {"torch", "lightning_fabric", "_checks", "_loan", "_processes", "_session"},
     "_engine": {
@@ -95,6 +95,7 @@ MAY_IMPORT = {
         "_identity",
         "_jobs",
         "_loan",
+        "_processes",
         "_session",
         "density",
         "mfa",
