@@ -132,6 +132,16 @@ def test_a_class_is_known_by_what_it_does(tmp_path: Path) -> None:
     assert "its code is" in str(difference(found["a"], found["c"]))
 
 
+def test_modules_that_know_each_other() -> None:
+    """As plain attributes, in a circle."""
+    child, parent = Net(), Net()
+    object.__setattr__(child, "parent", parent)
+    child.__dict__["family"] = [child, parent]
+    parent.child = child
+    assert len(json.dumps(identify_module(parent))) < 100_000
+    assert other(parent, parent) is None
+
+
 def test_functions_by_name_code_and_closure() -> None:
     def closure(value: float) -> Callable[[float], float]:
         return lambda x: x + value

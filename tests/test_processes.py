@@ -148,6 +148,7 @@ def small():
 
 fit_density(small(), x, observed, epochs=1, fabric=fabric, progress=False, checkpoint=folder + "/run")
 refused("but its seed is 0 and not 1", small(), x, observed, seed=1, checkpoint=folder + "/run")
+refused("checkpoint must be in a folder that exists", small(), x, observed, checkpoint=folder + "/nowhere/run")
 refused("at least one for each of the 2 processes", small(), x, observed, batch_size=1)
 refused("at least one for each of the 2 processes", small(), x[:1], observed[:1])
 refused("at least one for each of the 2 processes", SMFA(1, 1), x[:1], observed[:1])
@@ -155,4 +156,4 @@ refused("must be called with the same module, data and settings", small(), x + f
 refused("must be called with the same module, data and settings", small(), x, observed, batch_size=10 + fabric.global_rank)
 refused("learning_rate must be a number from 0 to 1e+30", small(), x, observed, learning_rate=1e31)
 """
-    assert len(run(tmp_path, script, 2)) == 4
+    assert len(run(tmp_path, script, 2)) == 5

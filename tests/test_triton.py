@@ -222,6 +222,30 @@ def test_expectations_are_exact_at_all_scales(name: str) -> None:
     assert (out[4] - torch.autograd.grad(certain.sum(), m64)[0]).abs().max() < 2e-6
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("name", ["relu", "leaky_relu", "relu6", "hardtanh", "gelu", "silu"])
+def test_expectations_at_the_ends_of_float32(name: str) -> None:
+    """Down to the smallest variance and up to the largest; beyond it infinite where the truth is large, never NaN."""
+    size = 256
+    spread = torch.logspace(-18.9, 18.2, size, dtype=torch.float64)
+    mean = spread * torch.linspace(-3, 3, size, dtype=torch.float64)
+    m, v = mean.float(), spread.square().float()
+    v[-1] = torch.inf
+    m[-1] = 0
+    out = torch.full((5, size), torch.nan, dtype=torch.float32)
+    word, low, high = _triton._NAMED[name]
+    _tabulate[(1,)](m, v, out, low, high, word, size)
+    value = expectation(name, m.double(), v.double())
+    bounded = name in ("relu6", "hardtanh")
+    unit = torch.full_like(value, 1.0) if bounded else v.double().sqrt() + m.double().abs()
+    assert ((out[0] - value).abs() / unit)[:-1].max() < (5e-6 if bounded else 1e-6)
+    if bounded:
+        assert abs(out[0, -1].item() - (low + high) / 2) < 1e-6
+    else:
+        assert out[0, -1] == torch.inf
+
+
 # What is never read, and what is always written -------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from misconv import store
 from misconv._checks import describe
 from misconv._identity import difference
 from misconv._places import probe
+from misconv._processes import on_first
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -33,17 +34,8 @@ class Checkpoint:
 
     def read(self, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Tensors and numbers of the same training, None where there is no file; any other file is refused."""
-        found: Any = None
-        if self.path is not None and self.fabric.global_rank == 0:
-            try:
-                found = self._read(self.path, settings)
-            except (OSError, ValueError) as error:
-                found = error
-        if self.path is not None and self.fabric.world_size > 1:
-            found = self.fabric.broadcast(found)
-        if isinstance(found, Exception):
-            raise found
-        return None if found is None else (found[0], found[1])
+        path = self.path
+        return None if path is None else on_first(self.fabric, lambda: self._read(path, settings))
 
     def _read(self, path: Path, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         if not path.exists():
@@ -62,8 +54,11 @@ class Checkpoint:
 
     def write(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Replace the file, unless somebody else has done so since this training read or wrote it."""
-        if self.path is None or self.fabric.global_rank != 0:
-            return
+        if self.path is not None:
+            on_first(self.fabric, lambda: self._write(tensors, meta))
+
+    def _write(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        assert self.path is not None
         now = self._signature()
         if now is not None and now != self._written:
             raise FileExistsError(

@@ -45,7 +45,7 @@ def identify_module(module: nn.Module) -> dict[str, Any]:
     return parts.pop("") | parts | {"frozen": frozen}
 
 
-def _part(part: nn.Module) -> dict[str, Any]:
+def _part(part: nn.Module, depth: int = 0) -> dict[str, Any]:
     found: dict[str, Any] = {"class": type(part).__qualname__}
     code = _class_code(type(part))
     if code:
@@ -53,7 +53,7 @@ def _part(part: nn.Module) -> dict[str, Any]:
     config = getattr(part, "config", None)
     # Its own word for it, but for a shape that fitting may have set.
     own = {k: v for k, v in config().items() if k != "shape"} if callable(config) and not code else _attributes(part)
-    return found | {name: identify(own[name]) for name in sorted(own)}
+    return found | {name: identify(own[name], depth) for name in sorted(own)}
 
 
 def _attributes(part: nn.Module) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def identify(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Tensor):
         return fingerprint(value)
     if isinstance(value, nn.Module):
-        return _part(value) if depth < _DEEPEST else type(value).__qualname__
+        return _part(value, depth + 1) if depth < _DEEPEST else type(value).__qualname__  # it may know its parent
     if isinstance(value, torch.dtype | np.generic):
         return str(value)
     return _function(value, depth) if callable(value) else type(value).__qualname__

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["check_agreement", "nothing_of", "synchronized"]
+__all__ = ["check_agreement", "nothing_of", "on_first", "synchronized"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("misconv")
 
@@ -105,6 +107,23 @@ def nothing_of(parameters: Iterable[Tensor]) -> Tensor:
         always = torch.ones((), dtype=torch.bool, device=p.device)
         parts.append(torch.where(always, p.new_zeros(()), p).sum().real.float())  # zero even where p is infinite
     return torch.stack(parts).sum()
+
+
+def on_first(fabric: Fabric, work: Callable[[], T]) -> T:
+    """What the first process finds, or the error that it ends with, in all of them: none waits for one that is gone."""
+    found: Any = None
+    if fabric.global_rank == 0:
+        try:
+            found = work()
+        except (OSError, ValueError, TypeError) as error:
+            if fabric.world_size == 1:
+                raise
+            found = error
+    if fabric.world_size > 1:
+        found = fabric.broadcast(found)
+    if isinstance(found, Exception):
+        raise found
+    return found  # type: ignore[no-any-return]
 
 
 def check_agreement(fabric: Fabric, what: str) -> None:

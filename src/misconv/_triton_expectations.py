@@ -13,6 +13,11 @@ import triton.language as tl
 
 __all__ = ["activation", "expected", "slopes"]
 
+# Variances are formed in float32: beyond its range they are 0, and count as certain, or infinite, and so is what they
+# make of a ReLU. `misconv.plain` keeps units, and knows no such limits.
+_TINY = tl.constexpr(1.1754943508222875e-38)
+_HUGE = tl.constexpr(3e38)
+
 
 @triton.jit
 def _tail(a):
@@ -51,21 +56,27 @@ def _excess(a):
 @triton.jit
 def _relu(m, v):
     """E[ReLU(Z)] for Z ~ N(m, v)."""
-    inverse = tl.rsqrt(tl.maximum(v, 1e-36))
-    a = tl.abs(m) * inverse
-    return tl.maximum(m, 0.0) + v * inverse * tl.exp(-0.5 * a * a) * _excess(a)
+    a = tl.minimum(tl.abs(m) * tl.rsqrt(tl.maximum(v, _TINY)), 100.0)
+    return tl.maximum(m, 0.0) + tl.sqrt(v) * tl.exp(-0.5 * a * a) * _excess(a)
 
 
 @triton.jit
 def _relu_slopes(m, v):
     """The derivatives of E[ReLU(Z)] by m, Φ(m/σ), and by v, φ(m/σ)/2σ; a step and 0 where v = 0."""
-    inverse = tl.rsqrt(tl.maximum(v, 1e-36))
-    a = tl.abs(m) * inverse
+    inverse = tl.rsqrt(tl.maximum(v, _TINY))
+    a = tl.minimum(tl.abs(m) * inverse, 100.0)
     bell = tl.exp(-0.5 * a * a)
     tail = bell * _tail(a)
     by_m = tl.where(m > 0, 1.0 - tail, tail)
     step = tl.where(m > 0, 1.0, 0.0)
     return tl.where(v > 0, by_m, step), tl.where(v > 0, 0.19947114020071635 * bell * inverse, 0.0)
+
+
+@triton.jit
+def _above(m, v):
+    """P(Z > 0) = Φ(m/σ)."""
+    by_m, _ = _relu_slopes(m, v)
+    return by_m
 
 
 @triton.jit
@@ -79,7 +90,7 @@ def _step_times_x(m, v, steepness: tl.constexpr):
     step = tl.where(r > 0, 1.0 - tail, tail)
     bell = bell * 0.3989422804014327
     rest = 1.0 - v * s * s
-    value = m * step + v * s * bell
+    value = tl.where(v > _HUGE, float("inf"), m * step + v * s * bell)
     return value, step + m * s * bell * rest, bell * (s - 0.5 * s * s * s * (m * m * rest + v))
 
 
@@ -136,6 +147,11 @@ def expected(m, v, ACTIVATION: tl.constexpr, low, high):
         value = low * m + (1.0 - low) * _relu(m, v)
     elif ACTIVATION == "hardtanh":
         value = low + (_relu(m - low, v) - _relu(m - high, v))
+        # Of a wide Gaussian l + ∫ P(Z > t) dt by three points, without a difference of large numbers.
+        width, d = high - low, m - 0.5 * (low + high)
+        outer = _above(d - 0.3872983346207417 * width, v) + _above(d + 0.3872983346207417 * width, v)
+        wide = low + width * (0.2777777777777778 * outer + 0.4444444444444444 * _above(d, v))
+        value = tl.where(v > 16.0 * width * width, wide, value)
     elif ACTIVATION == "gelu":
         value, _, _ = _step_times_x(m, v, 1.0)
     elif ACTIVATION == "silu":

@@ -21,6 +21,7 @@ from misconv._engine import Job, Rate, Record, train
 from misconv._identity import identify_module
 from misconv._jobs import as_floats, classifier_job, density_job
 from misconv._loan import check_trainable, gpu_of
+from misconv._processes import on_first
 from misconv._session import check_fabric, one_device, progress_bar
 from misconv.density import SMFA
 from misconv.mfa import MFA
@@ -179,11 +180,12 @@ def _start(
         check_size("patience", patience)
     if not isinstance(progress, bool):
         raise TypeError(f"progress must be True or False, got {describe(progress)}")
-    if fabric is not None:
-        check_fabric(fabric)
-    if fabric is None or fabric.global_rank == 0:
+    if fabric is None:
         check_place(checkpoint)
-    return one_device(gpu_of(module, *(t for t in tensors if isinstance(t, Tensor)))) if fabric is None else fabric
+        return one_device(gpu_of(module, *(t for t in tensors if isinstance(t, Tensor))))
+    check_fabric(fabric)
+    on_first(fabric, lambda: check_place(checkpoint))
+    return fabric
 
 
 def _fit_by_em(

@@ -210,7 +210,9 @@ def _rounding(
     inputs = (x[seen].abs() + mean[seen].abs()) * scale  # the magnitude behind each w
     moved = inputs + loadings.abs().T @ latent.abs()
     right = loadings.abs() @ moved  # what rounding does to the right-hand side of C y = V w
+    square = loadings.abs() @ loadings.abs().T
     log_det = 2 * ((inverse @ loadings).abs() * loadings.abs()).sum()
+    log_det = log_det + (inverse.abs() * square).sum() * 2**-52 / eps  # C itself is formed in float64
     logs = noise[seen].log().abs().sum() + len(scale)
     density = (residual.abs() * moved).sum() + log_det + logs + right @ inverse.abs() @ right * 40 * eps
     # The oracle itself solves with the full covariance matrix, in float64.
@@ -221,6 +223,5 @@ def _rounding(
     means = mean.abs() + factors.abs().T @ (latent.abs() + latent_error) + x.abs().nan_to_num(0, 0, 0) * seen
     means = means + eigenvalue * spread * (1 + residual.norm() + latent.norm())
     turned = inverse @ factors  # C⁻¹A, (L, n)
-    square = loadings.abs() @ loadings.abs().T
     variances = covariance.diagonal() * (1 + eigenvalue) + (turned.abs() * (square @ turned.abs())).sum(0)
     return density, means, variances
