@@ -532,3 +532,18 @@ def test_without_torchvision_or_scipy(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(ImportError, match=rf"{title} comes through torchvision: pip install 'misconv\[vision\]'"):
             data.load(name, folder=tmp_path)
     assert data.load("mine", write(tmp_path)).classes == 2  # a file needs none of them
+
+
+@pytest.mark.parametrize("name", ["file", "folder"])
+@pytest.mark.parametrize("value", ["x" * 5000, "~nobody-of-this-name/x"])
+def test_a_path_that_cannot_be_looked_up(name: str, value: str) -> None:
+    arguments: dict[str, Any] = {"name": "mnist", name: value}
+    with pytest.raises(ValueError, match=f"{name} must be a path that can be looked up, got") as caught:
+        data.load(**arguments, download=False)
+    assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize("value", [None, 0, "yes", torch.ones(2)])
+def test_download_is_yes_or_no(value: Any) -> None:
+    with pytest.raises(TypeError, match="download must be True or False, got"):
+        data.load("digits", download=value)

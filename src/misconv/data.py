@@ -122,6 +122,8 @@ def load(
     _check_name(name, known=file is None)
     if title is not None:
         _check_title("title", title)
+    if not isinstance(download, bool):
+        raise TypeError(f"download must be True or False, got {describe(download)}")
     usual = _TITLES.get(name, name)
     if file is not None:
         path = _path("file", file)
@@ -154,7 +156,13 @@ def _check_title(name: str, title: object) -> None:
 def _path(name: str, value: str | Path) -> Path:
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{name} must be a path, got {describe(value)}")
-    return Path(value).expanduser()
+    try:
+        path = Path(value).expanduser()
+        path.exists()  # a name may be too long, or nobody's home
+    except (OSError, RuntimeError, ValueError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{name} must be a path that can be looked up, got {str(value)[:60]!r}: {reason}") from error
+    return path
 
 
 # Where arrays come from: images (N, H, W) or (N, H, W, C) and labels (N,), under the names of _ARRAYS -----------------
