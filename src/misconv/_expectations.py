@@ -170,7 +170,14 @@ def _smooth_step_times_x(m: Tensor, s: Tensor, steepness: float) -> Tensor:
 
 def _blur(s: Tensor, steepness: float) -> Tensor:
     """√(1 + λ²s²), by which the steepness of a normal step falls; no square that could overflow."""
-    return torch.hypot(s.new_ones(()), steepness * s)
+    return _hypot(1.0, steepness * s)
+
+
+def _hypot(a: float, s: Tensor) -> Tensor:
+    """√(a² + s²); ONNX does not know torch.hypot."""
+    above = s > a
+    larger, smaller = torch.where(above, s, a), torch.where(above, a, s)
+    return larger * (1 + (smaller / larger).square()).sqrt()
 
 
 # The logistic family ---------------------------------------------------------------------------------------------
@@ -209,7 +216,7 @@ def _softplus(m: Tensor, s: Tensor, beta: float, threshold: float) -> Tensor:
     """log(1 + e^(βx))/β, and torch's x itself where βx is above the threshold."""
     m, s = beta * m, abs(beta) * s
     # Φ(λx) integrated is ReLU blurred by a Gaussian of width 1/λ, and Gaussian blurs add.
-    total = _mix(lambda steepness: _relu(m, torch.hypot(s, s.new_tensor(1 / steepness))))
+    total = _mix(lambda steepness: _relu(m, _hypot(1 / steepness, s)))
     if threshold >= 18:  # log(1 + e^(−x)) is e^(−x) beyond, to float64's last bit
         low = threshold - m
         beyond = _exp_below(low.clamp(-1e9, 1e9), s.clamp_max(1e9), _cut_ratio(low, s, _cut(m)))
