@@ -410,7 +410,7 @@ def test_a_training_that_diverges_says_so_and_keeps_its_checkpoint(fabric: Fabri
     message = "training diverged in epoch 2: its loss is not finite; a smaller learning_rate may help"
     with pytest.raises(FloatingPointError, match=message):
         train(
-            [job(fabric, module=Toy(), learning_rate=rates.__getitem__)],
+            [job(fabric, module=nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)), learning_rate=rates.__getitem__)],
             fabric, epochs=3, checkpoint=path, progress=False,
         )  # fmt: skip
     _, meta = store.read(path)

@@ -274,7 +274,7 @@ OTHERS: list[tuple[Callable[[], nn.Module], Callable[[], nn.Module], dict[str, A
     (small, lambda: frozen(), {}, {}, "its module.frozen is of length 0"),
     (small, small, {}, {"learning_rate": 2e-3}, "its learning_rate in epoch 1 is 0.001 and not 0.002"),
     (small, small, {"learning_rate": [1e-3, 5e-4].__getitem__}, {"learning_rate": [1e-3, 1e-4, 1e-5].__getitem__}, "its learning_rate in epoch 2 is 0.0005 and not 0.0001"),
-    (small, small, {}, {"batch_size": 32}, "its batch_size is 64 and not 32"),
+    (small, small, {}, {"batch_size": 32}, "its batch_size is 43 and not 32"),
     (small, small, {}, {"mse_epochs": 1}, "its mse_epochs is 0 and not 1"),
     (small, small, {}, {"fraction": 0.3}, "its shape.1 is|its fraction is 0.25 and not 0.3"),
     (small, small, {}, {"shape": missing.noise}, "its shape.0 is 'square' and not 'noise'"),
