@@ -262,7 +262,7 @@ def test_an_interruption_later_keeps_the_best_so_far() -> None:
     assert all(torch.equal(v, density.state_dict()[k]) for k, v in twin.state_dict().items())
 
 
-@pytest.mark.parametrize("rate", [1e4, 1e20, 1e30])
+@pytest.mark.parametrize("rate", [1e20, 1e30])
 def test_a_learning_rate_that_is_too_large(rate: float) -> None:
     density = small()
     state = State(density)

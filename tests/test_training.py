@@ -628,7 +628,7 @@ IMAGES = torch.rand(6, 1, 8, 8, device="cpu")
         (IMAGES.int(), IMAGES > 0, "images must be a floating-point"), (IMAGES, IMAGES[:, :, :4] > 0, "observed must have shape"),
         (IMAGES, IMAGES, "observed must be bool, or hold only 0"), (IMAGES * torch.nan, IMAGES > -1, "images must be finite wherever"),
         (IMAGES, IMAGES > 2, "observed must show every channel somewhere"), (IMAGES.byte()[0], IMAGES > 0, "images must have shape"),
-        (IMAGES.to(torch.complex64), IMAGES > 0, "images must be a floating-point"), (IMAGES.expand(6, 2, 8, 8), IMAGES > 0, "density must take what it is trained on"),
+        (IMAGES.to(torch.complex64), IMAGES > 0, "images must be a floating-point"), (IMAGES.expand(6, 2, 8, 8), IMAGES > 0, "density must take what it is trained on|x must have the 1 channels of this density"),
     ],
 )  # fmt: skip
 def test_odd_tensors(images: Tensor, observed: Tensor, message: str) -> None:

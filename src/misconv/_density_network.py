@@ -19,7 +19,6 @@ __all__ = [
     "check_devices",
     "check_floor",
     "check_rank",
-    "check_seed",
     "check_shape",
     "check_sizes",
     "head",
@@ -165,12 +164,6 @@ def check_floor(noise_floor: float) -> None:
     """A share of the images' variance."""
     if isinstance(noise_floor, bool) or not isinstance(noise_floor, int | float) or not 0 < noise_floor < 1:
         raise ValueError(f"noise_floor must lie strictly between 0 and 1, got {describe(noise_floor)}")
-
-
-def check_seed(seed: int) -> None:
-    """A number that torch's generators take."""
-    if not _is_integer(seed) or not -(2**62) <= seed < 2**62:
-        raise ValueError(f"seed must be an integer between -2**62 and 2**62, got {describe(seed)}")
 
 
 def check_sizes(name: str, values: Any) -> None:

@@ -351,12 +351,13 @@ _NAMES: dict[str, Callable[[], nn.Module]] = {
     "mish": nn.Mish,
 }
 
-_FUNCTIONS: dict[object, str] = {getattr(F, name): name for name in _NAMES if hasattr(F, name)} | {
-    torch.relu: "relu",
-    torch.sigmoid: "sigmoid",
-    torch.tanh: "tanh",
-    torch.selu: "selu",
-    torch.celu: "celu",
+# The functions of torch with these names, in place or not, wherever torch keeps them.
+_FUNCTIONS: dict[object, str] = {
+    function: name
+    for name in _NAMES
+    for place in (F, torch, torch.special, Tensor)
+    for function in (getattr(place, name, None), getattr(place, f"{name}_", None))
+    if callable(function)
 }
 
 

@@ -11,7 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from misconv._checks import check_fraction, check_images, check_observed, check_seen_finite, check_size, describe
+from misconv._checks import (
+    check_fraction,
+    check_images,
+    check_observed,
+    check_seed,
+    check_seen_finite,
+    check_size,
+    describe,
+)
 from misconv._identity import fingerprint, identify, identify_data
 from misconv._loan import borrowed, check_trainable
 from misconv._running import Job, Rate, generator
@@ -26,7 +34,6 @@ __all__ = [
     "Inputs",
     "as_floats",
     "check_count",
-    "check_seed",
     "check_share",
     "classifier_job",
     "count_right",
@@ -54,8 +61,7 @@ def density_job(
 ) -> Job:
     """The training of a density; the arguments are those of `misconv.fit_density`."""
     images, observed = _check_incomplete(images, observed)
-    check_seed(seed)
-    check_size("batch_size", batch_size)
+    seed, batch_size = check_seed("seed", seed), check_size("batch_size", batch_size)
     check_fraction(fraction)
     check_share("validation", validation)
     check_count("mse_epochs", mse_epochs)
@@ -171,8 +177,7 @@ def classifier_job(
     indices on the device, and must not look at values there.
     """
     check_trainable("network", network)
-    check_seed(seed)
-    check_size("batch_size", batch_size)
+    seed, batch_size = check_seed("seed", seed), check_size("batch_size", batch_size)
     labels = _check_labelled("", inputs, labels)
     size, held, highest = len(labels), 0, int(labels.max())
     batch_size = min(batch_size, size)
@@ -319,12 +324,6 @@ def _identify_shape(shape: Callable[..., Tensor], fraction: float, images: Tenso
 
 
 # Checks of arguments -------------------------------------------------------------------------------------------------
-
-
-def check_seed(seed: int) -> None:
-    """An integer from 0 on."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise ValueError(f"seed must be an integer from 0 to 2**63 - 1, got {describe(seed)}")
 
 
 def check_share(name: str, share: float) -> None:

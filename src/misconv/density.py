@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from misconv import _em, _em_data
-from misconv._checks import check_images, check_observed, check_size, describe
+from misconv._checks import check_images, check_observed, check_seed, check_size, describe
 from misconv._density_network import (
     MOST_WEIGHTS,
     Network,
@@ -23,7 +23,6 @@ from misconv._density_network import (
     check_devices,
     check_floor,
     check_rank,
-    check_seed,
     check_shape,
     check_sizes,
     head,
@@ -309,7 +308,7 @@ class SMFA(nn.Module):
     ) -> None:
         """Measure every pixel, then start from k-means over the seen pixels of up to 2,000 images."""
         check_floor(noise_floor)
-        check_seed(seed)
+        seed = check_seed("seed", seed)
         device = None if self.means is None else self.means.device
         units, images, total, like = _em_data.measure(x, observed, device)
         if total < self.components:

@@ -172,7 +172,12 @@ def _mix(p: MFA, activation: Activation, mean: Tensor, spread: Tensor) -> Tensor
     mixed = (p.weights[..., None, None, None] * expected).sum(-4).to(mean.dtype)
     # Where all components agree the weights must not even round.
     open_ = ((spread > 0) | (mean != first.unsqueeze(-4))).any(-4)
-    return torch.where(open_, mixed, expectation_of_spread(activation, first.contiguous(), torch.zeros_like(first)))
+    agreed = expectation_of_spread(activation, first.contiguous(), torch.zeros_like(first))
+    if mixed.requires_grad and torch.is_grad_enabled():
+        # Gradients are those of all components all the same, which agree by chance where weights are zero.
+        gradient = torch.where(mixed.isfinite(), mixed, 0)
+        agreed = agreed.detach() + (gradient - gradient.detach())
+    return torch.where(open_, mixed, agreed)
 
 
 def partial_conv2d(

@@ -267,7 +267,7 @@ class MFA:
             if any(isinstance(value, float | complex) for value in args):  # torch takes their type
                 raise TypeError
             logits, means, factors, noise = (t.to(*args, **kwargs) for t in self._parameters())
-        except (AssertionError, RuntimeError, TypeError) as error:
+        except (AssertionError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             given = ", ".join(describe(value) for value in (*args, *kwargs.values()))
             raise ValueError(f"to must be given a device or a floating-point dtype that exists, got {given}") from error
         if means.dtype not in _TYPES:

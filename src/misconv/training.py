@@ -95,7 +95,8 @@ def fit_density(
         raise TypeError(f"density must be a torch.nn.Module (x, observed) -> MFA, got {describe(density)}")
     if not isinstance(density, SMFA):
         check_trainable("density", density)
-    fabric = _start(fabric, density, epochs, patience, checkpoint, progress, images)
+    epochs = check_size("epochs", epochs)
+    fabric = _start(fabric, density, patience, checkpoint, progress, images)
     job = density_job(
         density, images, observed, fabric, batch_size=batch_size, learning_rate=learning_rate, mse_epochs=mse_epochs,
         shape=shape, fraction=fraction, validation=validation, seed=seed,
@@ -152,7 +153,8 @@ def fit_classifier(
         if callable(given):
             raise TypeError(f"{name} must be an MFA, a tensor or a tuple of tensors, got {describe(given)}")
     tensors = [t for t in pytree.tree_leaves((inputs, labels)) if isinstance(t, Tensor)]
-    fabric = _start(fabric, network, epochs, patience, checkpoint, progress, *tensors)
+    epochs = check_size("epochs", epochs)
+    fabric = _start(fabric, network, patience, checkpoint, progress, *tensors)
     job = classifier_job(
         network, inputs, labels, fabric, validation_inputs=validation_inputs, validation_labels=validation_labels,
         batch_size=batch_size, learning_rate=learning_rate, seed=seed,
@@ -168,14 +170,12 @@ def fit_classifier(
 def _start(
     fabric: Fabric | None,
     module: nn.Module,
-    epochs: int,
     patience: int | None,
     checkpoint: str | Path | None,
     progress: bool,
     *tensors: Tensor,
 ) -> Fabric:
     """Check what all trainings have in common; a Fabric on the GPU of the module or of its data, if there is one."""
-    check_size("epochs", epochs)
     if patience is not None:
         check_size("patience", patience)
     if not isinstance(progress, bool):
