@@ -16,7 +16,15 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from misconv import _image
 from misconv._expectations import Activation
-from misconv._follow_image import answer_image, in_backward, operands_of, plain_name, unfollowed, works_in_place
+from misconv._follow_image import (
+    answer_image,
+    by_checkpoint,
+    in_backward,
+    operands_of,
+    plain_name,
+    unfollowed,
+    works_in_place,
+)
 from misconv._image import Image
 from misconv._stem import ALIASES, POINTWISE, Response, batch_norm, build_activation, convolve, operate
 from misconv._tracker import Done, Tracker, has_tensor, substituted, tensors_in
@@ -61,6 +69,11 @@ def _convolve(tracker: Tracker, image: Image, func: Any, args: Any, kwargs: dict
             raise RuntimeError(f"the stem {tracker.stem} cannot be followed any more: {reason} changes the image")
         tracker.note(image, "conv2d", "spoiled", reason=reason)
         return tracker.call(func, args, kwargs)
+    if image.recomputed and tracker.image_connected and tracker.has_gradients():
+        raise RuntimeError(
+            "an activation checkpoint with use_reentrant=True around the stem cannot be followed where the image is "
+            "read elsewhere and has gradients, for they would be computed twice; pass use_reentrant=False"
+        )
     mean = tracker.p.mean
     mean = mean.detach() if mean.requires_grad else mean
     response = Response(convolve(tracker.p, image, tracker.values(tensor), mean, **more))
@@ -94,7 +107,8 @@ def _answer_response(
     name = plain_name(func)
     operands, _ = operands_of(args, kwargs)
     first = operands[0] if operands else None
-    if first is tensor and name in ALIASES and (name != "detach" or in_backward()):
+    response = _recorded(tracker, tensor, response)
+    if first is tensor and name in ALIASES and (name != "detach" or by_checkpoint()):
         return _alias(tracker, tensor, response, func, args, kwargs)
     step = _step(tensor, response, func, args, kwargs)
     if step is not None:
@@ -106,6 +120,23 @@ def _answer_response(
     if _is_named_end(tracker, tensor, func, args):
         return (_end(tracker, response, tracker.activation),)
     return _read(tracker, tensor, response, func, args, kwargs)
+
+
+def _recorded(tracker: Tracker, tensor: Tensor, response: Response) -> Response:
+    """A response as its convolution was computed: with or without gradients."""
+    convolution = response.convolution
+    if convolution.with_gradients or not torch.is_grad_enabled():
+        return response
+    if not tracker.values(tensor).requires_grad:  # under torch.no_grad()
+        return replace(response, convolution=convolution.detached())
+    # In a reentrant checkpoint, which computes it again. Parameters and the MFA itself have their gradients anyway.
+    leaves = (convolution.weight, *(() if convolution.bias is None else (convolution.bias,)))
+    if convolution.p is tracker.p and all(isinstance(leaf, nn.Parameter) for leaf in leaves):
+        return response
+    raise RuntimeError(
+        "an activation checkpoint with use_reentrant=True that ends between the convolution and its activation cannot "
+        "be followed here; let it hold both, or pass use_reentrant=False"
+    )
 
 
 def _step(tensor: Tensor, response: Response, func: Any, args: Any, kwargs: dict[str, Any]) -> Response | None:
@@ -121,18 +152,28 @@ def _step(tensor: Tensor, response: Response, func: Any, args: Any, kwargs: dict
 
 
 def _alias(tracker: Tracker, tensor: Tensor, response: Response, func: Any, args: Any, kwargs: Any) -> Any:
-    """A copy of a response, perhaps in another type."""
-    name = plain_name(func)
+    """A copy of a response, perhaps in another type or layout."""
+    name, layout = plain_name(func), _layout(func, args, kwargs)
     result = tracker.call(func, args, kwargs)
-    if result is tensor:
+    if result is tensor and layout is None:
         return tensor
-    if result.dtype == tensor.dtype:
+    if result.dtype == tensor.dtype and layout is None:
         return tracker.track_response(result, response)
     step = operate(response, func, name, list(args), 0, kwargs)
     assert step is not None
     step = replace(step, steps=response.steps)  # a cast is no step of its own
+    if layout is not None:
+        last = layout == torch.channels_last
+        step = replace(step, convolution=replace(step.convolution, channels_last=last))
     tracker.note(response, name, "affine", result=step)
     return tracker.track_response(result, step)
+
+
+def _layout(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.memory_format | None:
+    """The layout that a copy is asked to have; None where it keeps its own."""
+    default = torch.contiguous_format if plain_name(func) == "contiguous" else None
+    asked = kwargs.get("memory_format", next((a for a in args[1:] if isinstance(a, torch.memory_format)), default))
+    return None if asked == torch.preserve_format else asked
 
 
 def _read(tracker: Tracker, tensor: Tensor, response: Response, func: Any, args: Any, kwargs: Any) -> Any:

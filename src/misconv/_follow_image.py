@@ -18,7 +18,7 @@ from misconv._image import Image, Selection
 from misconv._stem import ALIASES, POINTWISE
 from misconv._tracker import Tracker, has_tensor, substituted, tensors_in
 
-__all__ = ["answer_image", "in_backward", "operands_of", "plain_name", "unfollowed", "works_in_place"]
+__all__ = ["answer_image", "by_checkpoint", "in_backward", "operands_of", "plain_name", "unfollowed", "works_in_place"]
 
 # They may return the same values in the same memory; `get` is an attribute, such as `data`.
 _VIEWS = {"get", "view", "reshape", "reshape_as", "expand", "expand_as", "getitem", "requires_grad", "alias", "squeeze"}
@@ -214,11 +214,12 @@ def _shares(tracker: Tracker, result: Tensor, tensor: Tensor) -> bool:
 def _alias(tracker: Tracker, tensor: Tensor, image: Image, name: str, result: Tensor) -> Tensor:
     if result is tensor:
         return tensor
-    detached = image.detached or (name == "detach" and not in_backward())
+    again = name == "detach" and by_checkpoint()
+    detached = image.detached or (name == "detach" and not again)
     same = image if _shares(tracker, result, tensor) else image.copy()
     if result.dtype != tensor.dtype or (tracker.table is None and result.stride() != tensor.stride()):
         same.pixels.changed = True  # other rounding, or a layout in which a convolution may round differently
-    return tracker.track(result, replace(same, detached=detached))
+    return tracker.track(result, replace(same, detached=detached, recomputed=image.recomputed or again))
 
 
 # Calls ---------------------------------------------------------------------------------------------------------------
@@ -253,6 +254,11 @@ def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any
 def in_backward() -> bool:
     """Whether this is computed again for a backward pass, by an activation checkpoint."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def by_checkpoint() -> bool:
+    """Whether a tensor is detached by a reentrant checkpoint, which does so before it runs its function again."""
+    return in_backward() and not torch.is_grad_enabled()
 
 
 def _is_like_an_image(result: Any) -> bool:

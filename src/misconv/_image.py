@@ -66,6 +66,7 @@ class Image:
     index: list[int]
     dropped: bool = False
     detached: bool = False  # without gradients
+    recomputed: bool = False  # by a reentrant checkpoint, whose backward pass is one inside another
 
     @property
     def sources(self) -> list[int]:

@@ -99,6 +99,8 @@ class Convolution:
     groups: int
     mode: str
     distinct: tuple[MFA, Tensor] | None = None
+    channels_last: bool = False  # the layout in which the network would have its response
+    with_gradients: bool = True  # whether it was computed where gradients are recorded
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -110,6 +112,13 @@ class Convolution:
     def arguments(self) -> tuple[MFA, Tensor, Tensor | None, Pair, Padding, Pair, int, str]:
         """The arguments of `functional.respond` up to the normalization."""
         return self.p, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups, self.mode
+
+    def detached(self) -> Convolution:
+        """The same without gradients."""
+        bias = None if self.bias is None else self.bias.detach()
+        distinct = None if self.distinct is None else (self.distinct[0].detach(), self.distinct[1].detach())
+        p, weight = self.p.detach(), self.weight.detach()
+        return replace(self, p=p, weight=weight, bias=bias, distinct=distinct, with_gradients=True)
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Mean and variance of the response, (B, K, O, H', W') each."""
@@ -149,7 +158,13 @@ def convolve(
     if len(set(sources)) < len(sources):
         around = p if mode != "zeros" or not any(margins) else padded(p, margins)
         distinct = around, _summed_weights(image, weight, groups, p.shape[1]).to(around.dtype)
-    return Convolution(made, weight, bias, stride, padding, dilation, groups, mode, distinct)
+    last = _is_channels_last(values) or _is_channels_last(weight)
+    arguments = (made, weight, bias, stride, padding, dilation, groups, mode)
+    return Convolution(*arguments, distinct, last, torch.is_grad_enabled())
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
 def _summed_weights(image: Image, weight: Tensor, groups: int, channels: int) -> Tensor:
@@ -196,8 +211,11 @@ class Response:
     def expect(self, activation: Activation) -> Tensor:
         """The expected activation (B, O, H', W')."""
         if self.moments is None and self.convolution.distinct is None:
-            return respond(*self.convolution.arguments, self.norm, activation)
-        return mix_expectations(self.convolution.p, activation, *self.now())
+            result = respond(*self.convolution.arguments, self.norm, activation)
+        else:
+            result = mix_expectations(self.convolution.p, activation, *self.now())
+        # The rest of the network rounds differently in another layout.
+        return result.contiguous(memory_format=torch.channels_last) if self.convolution.channels_last else result
 
 
 def _composed(first: Affine, second: Affine) -> Affine:

@@ -103,6 +103,7 @@ class Tracker:
         self.log: list[Read] = []
         self.where: list[str] = [""]
         self.selections: list[tuple[_image.Selection | None, ...]] = []
+        self.image_connected = False  # whether gradients of the image come from elsewhere too
         self.finished = 0  # how often the stem came to its end
         self.outputs: list[tuple[Response, Tensor]] | None = None  # of the stem, where somebody wants them
         self.stand_ins: list[weakref.ref[Tensor]] = []
@@ -183,6 +184,12 @@ class Tracker:
         values = self.values(tensor)
         if image.detached or not self.has_gradients():
             return values
+        if image.pixels.spoiled is not None:
+            raise RuntimeError(
+                f"gradients of the image cannot be followed through {image.pixels.spoiled}, which changes it in place; "
+                "change a copy"
+            )
+        self.image_connected = True
         return _image.connected_mean(image, values, self.p.mean)
 
     def has_gradients(self) -> bool:

@@ -103,7 +103,7 @@ def _add_step(so_far, m, v, share: tl.constexpr, steepness: tl.constexpr):
 
 @triton.jit
 def _silu(m, v):
-    """E[SiLU(Z)] and its derivatives, the logistic function written as ten normal ones (see `_expectations`)."""
+    """E[SiLU(Z)] and its derivatives, the logistic function written as ten normal ones, enough for float32."""
     zero = tl.zeros_like(m)
     sums = (zero, zero, zero)
     sums = _add_step(sums, m, v, 9.995493506252932e-05, 0.20769341215506743)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -80,7 +80,7 @@ def _converted(network: nn.Module, density: nn.Module | None, names: tuple[str, 
             assert found.activation is not None
             mark(network.get_submodule(found.activation))
         converted = Converted(network, density, found, activation, image.shape[1])
-        with plain():  # the fused kernels round otherwise, and have tests of their own
+        with plain() if image.is_cuda else nullcontext():  # fused kernels round otherwise, and have tests of their own
             _prove(converted, image)
     return converted, others
 
@@ -179,7 +179,9 @@ class Converted(nn.Module):
         return p
 
     def _check_channels(self, images: Tensor) -> None:
-        if images.shape[-3] != self.channels:
+        # A network that chooses channels may take more of them than it was tried on; compiled, it repeats its choice.
+        flexible = self.stem.selections and not torch.compiler.is_compiling()
+        if images.shape[-3] != self.channels and not flexible:
             raise ValueError(f"x must have the {self.channels} channels that the network reads, got {describe(images)}")
 
     def _check_devices(self, x: Tensor, observed: Tensor | None) -> None:
@@ -280,7 +282,10 @@ def _acceptable(network: nn.Module, density: nn.Module | None) -> Tensor:
     """Two random images of a size that the network takes."""
     convolutions = [module for module in network.modules() if isinstance(module, nn.Conv2d)]
     like = convolutions[0].weight
-    channels = dict.fromkeys(module.in_channels for module in convolutions[:5])
+    # A network that chooses among channels, or repeats them, takes another number than its convolutions.
+    said = getattr(density, "channels", None)
+    read = [module.in_channels for module in convolutions[:5]]
+    channels = dict.fromkeys([*([said] if isinstance(said, int) else []), *read, 3, 1, 4])
     shapes = [(count, *size) for count in channels for size in _sizes(network)]
     # Some densities are made for one size alone.
     wanted = getattr(density, "shape", None) or getattr(getattr(density, "means", None), "shape", (0,))[1:]
