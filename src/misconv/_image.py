@@ -274,7 +274,8 @@ def select(images: Sequence[Image], selection: Selection, *, view: bool) -> Imag
     sources = [CERTAIN if code is None else images[code[0]].sources[code[1]] for code in chosen]
     slopes = [0.0 if code is None else images[code[0]].slopes[code[1]] for code in chosen]
     pixels = Pixels(sources, slopes, first.margins, first.mode, changed=True)
-    return Image(pixels, list(range(len(sources))), dropped, all(image.detached for image in images))
+    detached, recomputed = all(image.detached for image in images), any(image.recomputed for image in images)
+    return Image(pixels, list(range(len(sources))), dropped, detached, recomputed)
 
 
 def assign(target: Image, value: Image | None) -> bool:
