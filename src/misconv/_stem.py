@@ -164,7 +164,14 @@ def convolve(
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+    """Whether torch takes the strides of (N, C, H, W) for channels_last, as it does also where C, H or W is 1."""
+    least = 0
+    for axis in (1, 3, 2, 0):
+        stride, size = tensor.stride(axis), tensor.shape[axis]
+        if size == 0 or stride == 0 or stride < least or (axis == 0 and least == tensor.stride(1)):
+            return False
+        least = stride * size
+    return True
 
 
 def _summed_weights(image: Image, weight: Tensor, groups: int, channels: int) -> Tensor:
