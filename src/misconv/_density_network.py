@@ -51,7 +51,7 @@ class Network(nn.Module):
         if 9 * 128 * components * max(rank, 1) * channels > MOST_WEIGHTS:
             raise ValueError(
                 "channels, components and rank must make a layer of ordinary size, got "
-                f"{channels} channels, {components} components and rank {rank}"
+                f"{describe(channels)} channels, {describe(components)} components and rank {describe(rank)}"
             )
         self.channels, self.components, self.rank = int(channels), int(components), int(rank)
         self.noise_floor = float(noise_floor)

@@ -349,10 +349,13 @@ def _check_incomplete(images: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]
     return images.detach(), observed
 
 
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
 def _check_labelled(prefix: str, inputs: Inputs, labels: Tensor) -> Tensor:
     """Labels that fit the inputs, as int64."""
     name = f"{prefix}labels"
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool or labels.dim() != 1:
+    if not isinstance(labels, Tensor) or labels.dtype not in _INTEGERS or labels.dim() != 1 or labels.is_meta:
         raise TypeError(f"{name} must be a tensor (N,) of integers, got {describe(labels)}")
     if len(labels) == 0:
         raise ValueError(f"{name} must be one for each image, got none")
@@ -372,6 +375,8 @@ def _check_inputs(name: str, inputs: Inputs) -> int:
     parts: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else (inputs,)
     if not parts or not all(isinstance(part, Tensor | MFA) for part in parts):
         raise TypeError(f"{name} must be an MFA, a tensor or a tuple of tensors, got {describe(inputs)}")
+    if any(part.device.type == "meta" for part in parts):
+        raise ValueError(f"{name} must be on a device that holds values, got {' and '.join(map(describe, parts))}")
     sizes = {len(part) if isinstance(part, MFA) or part.dim() else 0 for part in parts}
     if len(sizes) != 1 or 0 in sizes:
         raise ValueError(f"{name} must hold one row for each image, got {' and '.join(map(describe, parts))}")

@@ -283,28 +283,41 @@ def _acceptable(network: nn.Module, density: nn.Module | None) -> Tensor:
     convolutions = [module for module in network.modules() if isinstance(module, nn.Conv2d)]
     like = convolutions[0].weight
     # A network that chooses among channels, or repeats them, takes another number than its convolutions.
-    said = getattr(density, "channels", None)
+    own = getattr(density, "channels", None)
     read = [module.in_channels for module in convolutions[:5]]
-    channels = dict.fromkeys([*([said] if isinstance(said, int) else []), *read, 3, 1, 4])
-    shapes = [(count, *size) for count in channels for size in _sizes(network)]
+    channels = dict.fromkeys([*([own] if isinstance(own, int) else []), *read, 3, 1, 4])
+    shapes: list[tuple[int, ...]] = [(count, *size) for count in channels for size in _sizes(network)]
     # Some densities are made for one size alone.
     wanted = getattr(density, "shape", None) or getattr(getattr(density, "means", None), "shape", (0,))[1:]
     if isinstance(wanted, tuple) and len(wanted) == 3:
         shapes.insert(0, wanted)
+    # What fails on a GPU, an index out of range for example, may end all work there; so it is tried on the CPU first.
+    elsewhere = [] if like.device.type == "cpu" else [copy.deepcopy(network).cpu()]
+    for tried in (*elsewhere, network):
+        shape, reason = _first_accepted(tried, shapes, like.dtype, "cpu" if tried in elsewhere else like.device)
+        if shape is not None:
+            return torch.randn(2, *shape, dtype=like.dtype, device=like.device)
+    said = str(reason).splitlines()[0][:200] if str(reason) else ""
+    raise ValueError(
+        f"model must take a batch of images (B, C, H, W) as its only argument, but it failed on random ones of each of "
+        f"{shapes[:6]} and others; on the first with {type(reason).__name__}: {said}. If it takes one size alone, say "
+        "which: model.image_size = (height, width)"
+    )
+
+
+def _first_accepted(
+    network: nn.Module, shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device | str
+) -> tuple[tuple[int, ...] | None, Exception | None]:
+    """The first of the shapes (C, H, W) of images that the network takes, or its first complaint."""
     reason: Exception | None = None
     for shape in shapes:
-        image = torch.randn(2, *shape, dtype=like.dtype, device=like.device)
         try:
-            network(image.clone())
+            network(torch.randn(2, *shape, dtype=dtype, device=device))
         except Exception as error:  # whatever a network may raise at a size it was not made for
             reason = reason or error
         else:
-            return image
-    raise ValueError(
-        f"model must take a batch of images (B, C, H, W) as its only argument, but it failed on random ones of each of "
-        f"{shapes[:12]}; on the first with {type(reason).__name__}: {reason}. If it takes one size alone, say which: "
-        "model.image_size = (height, width)"
-    )
+            return shape, None
+    return None, reason
 
 
 def _sizes(network: nn.Module) -> list[tuple[int, int]]:

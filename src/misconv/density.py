@@ -60,7 +60,7 @@ class LinearDMFA(Network):
         if weights > MOST_WEIGHTS:
             raise ValueError(
                 f"shape must be that of small images, got {self.shape}, for which the linear layers would have "
-                f"{weights:.0e} weights; use ConvDMFA"
+                "too many weights; use ConvDMFA"
             )
         self.features = nn.Sequential(
             nn.Conv2d(2 * channels, 16, 5, padding=2), nn.ReLU(),

@@ -212,6 +212,7 @@ def _fit_by_em(
     # In one piece each, so that all pieces together are the images in their order.
     images, observed = (t.tensor_split(world)[rank].to(fabric.device) for t in (images, observed))
     with _returned(density, home):
+        density.to(fabric.device)  # EM runs where the parameters are
         if found is None:
             density.begin(images, observed, seed=job.seed)
         else:

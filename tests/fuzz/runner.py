@@ -69,6 +69,21 @@ def quiet() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _repeatable(kind: str, device: str) -> Iterator[None]:
+    """On a GPU: float32 as it is, without TF32; and the same bits twice where bits are compared."""
+    if not device.startswith("cuda"):
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(kind == "leak", warn_only=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation")
+        yield
+
+
 def run_case(kind: str, seed: int, device: str = "cpu") -> Outcome:
     """One case; any error that it does not expect is a failure."""
     module = importlib.import_module(f"tests.fuzz.{kind}")
@@ -76,7 +91,7 @@ def run_case(kind: str, seed: int, device: str = "cpu") -> Outcome:
     torch.set_default_dtype(torch.float32)
     torch.set_default_device("cpu")
     try:
-        with quiet():
+        with quiet(), _repeatable(kind, device):
             outcome: Outcome = module.case(seed, device)
     except Exception as error:
         return failure(error)
