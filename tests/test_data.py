@@ -263,7 +263,7 @@ BAD_ARRAYS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "two titles": (
         {"title": np.array(["a", "b"])},
         TypeError,
-        r"title of mine.npz must be a string, got array\(\['a', 'b'\]",
+        r"title of mine.npz must be a string, got a <U1 numpy array of shape \(2,\)",
     ),
     "no title": ({"title": np.array(" ")}, ValueError, r"title of mine.npz must not be empty, got ' '"),
     "a pickle": (

@@ -22,7 +22,7 @@ from misconv._batch_norm import Affine, batch_norm_moments, fixed_batch_norm, no
 from misconv._expectations import Activation
 from misconv._image import Image, Selection
 from misconv._padding import Padding, Pair, output_size
-from misconv.functional import mix_expectations, padded, raw_moments, respond
+from misconv.functional import incomplete_windows, mix_expectations, padded, raw_moments, respond
 from misconv.mfa import MFA
 
 __all__ = ["ALIASES", "POINTWISE", "Response", "Stem", "batch_norm", "build_activation", "convolve", "operate"]
@@ -220,7 +220,9 @@ class Response:
         if self.moments is None and self.convolution.distinct is None:
             result = respond(*self.convolution.arguments, self.norm, activation)
         else:
-            result = mix_expectations(self.convolution.p, activation, *self.now())
+            conv = self.convolution
+            where = incomplete_windows(conv.p, conv.weight, conv.stride, conv.padding, conv.dilation, conv.mode)
+            result = mix_expectations(conv.p, activation, *self.now(), where)
         # The rest of the network rounds differently in another layout.
         return result.contiguous(memory_format=torch.channels_last) if self.convolution.channels_last else result
 

@@ -156,15 +156,36 @@ def respond(
     if norm is not None:
         mean = norm.apply(mean.flatten(0, -4)).view(mean.shape)  # of (B·K, O, H', W')
         spread = spread * norm.coefficients()[0].to(spread.dtype).abs().view(-1, 1, 1)
-    return _mix(p, activation, mean, spread)
+    return _mix(p, activation, mean, spread, incomplete_windows(p, weight, stride, padding, dilation, padding_mode))
 
 
-def mix_expectations(p: MFA, activation: Activation, mean: Tensor, variance: Tensor) -> Tensor:
-    """Expected activations of the components (B, K, O, H', W'), averaged with the weights of `p`: (B, O, H', W')."""
-    return _mix(p, activation, mean, deviation(variance))
+def mix_expectations(
+    p: MFA, activation: Activation, mean: Tensor, variance: Tensor, incomplete: Tensor | None = None
+) -> Tensor:
+    """Expected activations of the components (B, K, O, H', W'), averaged with the weights of `p`: (B, O, H', W').
+
+    Args:
+        incomplete: what `incomplete_windows` says.
+    """
+    return _mix(p, activation, mean, deviation(variance), incomplete)
 
 
-def _mix(p: MFA, activation: Activation, mean: Tensor, spread: Tensor) -> Tensor:
+def incomplete_windows(
+    p: MFA, weight: Tensor, stride: Pair, padding: Padding, dilation: Pair, padding_mode: PaddingMode
+) -> Tensor | None:
+    """Which windows (B, 1, H', W') touch a missing pixel; None where it makes no difference to any gradient."""
+    if p.logits.shape[-1] == 1 or not torch.is_grad_enabled() or not (weight.requires_grad or p.means.requires_grad):
+        return None
+    missing = torch.ones_like(p.means[:, 0, :1]) if p.observed is None else (~p.observed).any(1, keepdim=True)
+    missing = missing.to(torch.float32)
+    around = margins(tuple(weight.shape[2:]), padding, dilation)
+    mode = "constant" if padding_mode == "zeros" else padding_mode
+    with torch.no_grad(), torch.autocast(missing.device.type, enabled=False):
+        ones = torch.ones(1, 1, *weight.shape[2:], dtype=missing.dtype, device=missing.device)
+        return F.conv2d(F.pad(missing, around, mode), ones, None, stride, 0, dilation) > 0.5
+
+
+def _mix(p: MFA, activation: Activation, mean: Tensor, spread: Tensor, incomplete: Tensor | None) -> Tensor:
     expected = expectation_of_spread(activation, mean, spread)
     first = mean.select(-4, 0)
     if p.logits.shape[-1] == 1:
@@ -173,10 +194,10 @@ def _mix(p: MFA, activation: Activation, mean: Tensor, spread: Tensor) -> Tensor
     # Where all components agree the weights must not even round.
     open_ = ((spread > 0) | (mean != first.unsqueeze(-4))).any(-4)
     agreed = expectation_of_spread(activation, first.contiguous(), torch.zeros_like(first))
-    if mixed.requires_grad and torch.is_grad_enabled():
-        # Gradients are those of all components all the same, which agree by chance where weights are zero.
+    if incomplete is not None:
+        # Where weights are zero components agree by chance, and the gradients are those of all of them all the same.
         gradient = torch.where(mixed.isfinite(), mixed, 0)
-        agreed = agreed.detach() + (gradient - gradient.detach())
+        agreed = torch.where(incomplete, agreed.detach() + (gradient - gradient.detach()), agreed)
     return torch.where(open_, mixed, agreed)
 
 

@@ -20,6 +20,7 @@ from misconv.functional import (
     Affine,
     batch_norm_moments,
     fixed_batch_norm,
+    incomplete_windows,
     mix_expectations,
     partial_conv2d,
     raw_moments,
@@ -135,7 +136,8 @@ class MisConv2d(nn.Conv2d):
             check_placed("norm", norm.running_mean, "weight", convolution[0])  # type: ignore[arg-type]  # a tensor
         if isinstance(norm, _BATCH_NORMS) and (norm.training or norm.running_mean is None):
             mean, variance = _normalize(norm, p, *raw_moments(p, *convolution))
-            return mix_expectations(p, self.activation, mean, variance)
+            touched = incomplete_windows(p, self.weight, self.stride, self.padding, self.dilation, self.padding_mode)
+            return mix_expectations(p, self.activation, mean, variance, touched)
         return respond(p, *convolution, None if norm is None else _fixed(norm), self.activation)
 
     def extra_repr(self) -> str:
