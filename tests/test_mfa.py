@@ -482,10 +482,10 @@ def test_any_index_keeps_the_batch(index: Any, rows: list[int]) -> None:
     [
         (4, IndexError, "index must be one of 4 images, got 4"),
         (-5, IndexError, "index must be one of 4 images, got -5"),
-        (torch.tensor(9), IndexError, "index must be one of 4 images, got 9"),
+        (torch.tensor(9, device="cpu"), IndexError, "index must be one of 4 images, got 9"),
         ([0, 4], IndexError, "index must be one of 4 images, got 4"),
         (True, TypeError, "index must be an integer, a slice, or a list or tensor of integers or of 4 bools, got True"),
-        (torch.tensor(True), TypeError, "index must be an integer"),
+        (torch.tensor(True, device="cpu"), TypeError, "index must be an integer"),
         (1.0, TypeError, "index must be an integer, .* got 1.0"),
         (None, TypeError, "index must be an integer, .* got None"),
         (..., TypeError, "index must be an integer"),

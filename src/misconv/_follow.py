@@ -77,6 +77,11 @@ def _convolve(tracker: Tracker, image: Image, func: Any, args: Any, kwargs: dict
     mean = tracker.p.mean
     mean = mean.detach() if mean.requires_grad else mean
     response = Response(convolve(tracker.p, image, tracker.values(tensor), mean, **more))
+    if min(response.convolution.size) < 1:
+        raise ValueError(
+            f"x must be at least as large as the windows of the first convolution, {tuple(more['weight'].shape[2:])} "
+            f"with its padding and dilation, got images of {tuple(tracker.p.shape[-2:])}"
+        )
     tracker.weight = more["weight"]
     tracker.note(image, "conv2d", "convolution", result=response)
     return _proceed(tracker, None, response, lambda: tracker.call(func, args, kwargs))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from misconv._checks import (
+    check_dense,
     check_fraction,
     check_images,
     check_observed,
@@ -375,6 +376,9 @@ def _check_inputs(name: str, inputs: Inputs) -> int:
     parts: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else (inputs,)
     if not parts or not all(isinstance(part, Tensor | MFA) for part in parts):
         raise TypeError(f"{name} must be an MFA, a tensor or a tuple of tensors, got {describe(inputs)}")
+    for part in parts:
+        if isinstance(part, Tensor):
+            check_dense(name, part)
     if any(part.device.type == "meta" for part in parts):
         raise ValueError(f"{name} must be on a device that holds values, got {' and '.join(map(describe, parts))}")
     sizes = {len(part) if isinstance(part, MFA) or part.dim() else 0 for part in parts}

@@ -107,7 +107,12 @@ def respond(
         mean, variance = _moments(p, mean, moved(chunk), which, slope, repeated)
         expected, open_ = _expected(p, function, mean, variance, place[0])
         # Other groups may miss nothing of a window: their bits are those of a plain activation, in its own place.
-        rows.append(torch.where(open_, expected, plain[place]))
+        agreed = plain[place]
+        if learning and mean.shape[1] > 1:
+            # Where weights are zero components agree by chance; the gradients are those of all of them all the same.
+            gradient = torch.where(expected.isfinite(), expected, 0)
+            agreed = agreed.detach() + (gradient - gradient.detach())
+        rows.append(torch.where(open_, expected, agreed))
         places.append(place)
     windows = tuple(torch.cat(t) for t in zip(*places, strict=True))
     return plain.index_put(windows, torch.cat(rows)).permute(0, 3, 1, 2)

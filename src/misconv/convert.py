@@ -270,7 +270,7 @@ def _check_names(model: nn.Module, stem: str | tuple[str, ...] | None) -> tuple[
     for name in names:
         if name not in modules or not name:
             raise ValueError(
-                f"stem must hold names of modules of the network, and {name!r} is none; they are listed by "
+                f"stem must hold names of modules of the network, and {describe(name)} is none; they are listed by "
                 f"model.named_modules() and begin with {', '.join(repr(n) for n in list(modules)[1:6])}"
             )
     if not isinstance(modules[names[0]], nn.Conv2d):

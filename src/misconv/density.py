@@ -407,7 +407,7 @@ class SMFA(nn.Module):
         if self.components * (self.rank + 2) * math.prod(shape) > MOST_WEIGHTS:
             raise ValueError(
                 f"components and rank must make at most {MOST_WEIGHTS} parameters for images of {shape}, got "
-                f"{self.components} components of rank {self.rank}"
+                f"{describe(self.components)} components of rank {describe(self.rank)}"
             )
         if self.means is not None:
             dtype, device = self.means.dtype, self.means.device

@@ -206,6 +206,8 @@ def _check(x: Tensor, observed: Tensor) -> Tensor:
 
 def _pixel_means(x: Tensor, observed: Tensor) -> Tensor:
     """(C, H, W) in float64, with a value for pixels and channels that were never seen."""
+    if x.is_meta:
+        raise ValueError(f"x must be on a device that holds values, got {describe(x)}")
     count = observed.expand(x.shape).sum(0)  # (C, H, W)
     total = torch.where(observed, x, 0).sum(0, dtype=torch.float64)
     if not count.any():

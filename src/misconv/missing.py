@@ -349,6 +349,8 @@ def hide(
     """
     if not _is_region(observed) or observed.dim() != 4:
         raise TypeError(f"observed must be a bool tensor (B, 1 or C, H, W), got {describe(observed)}")
+    if 0 in observed.shape:
+        raise ValueError(f"observed must have no empty dimension, got {describe(observed)}")
     if not callable(shape):
         raise TypeError(f"shape must be a generator such as misconv.missing.square, got {describe(shape)}")
     batch, planes, height, width = observed.shape

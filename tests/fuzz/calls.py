@@ -30,6 +30,8 @@ from tests.fuzz.outcome import SOURCE, Choices, FuzzFailure, Outcome, expect, ok
 
 SECONDS = 10  # that a call may take
 ALLOWED = (ValueError, TypeError, OSError, IndexError, ImportError)
+# Values that are allowed but huge may make a training diverge, which it says.
+DIVERGED = FloatingPointError
 # Arguments that may be functions of the caller: what such a function raises by itself is none of ours.
 FUNCTIONS = ("activation", "density", "learning_rate", "model", "network", "on_iteration", "shape")
 Arguments = dict[str, Any]
@@ -280,6 +282,8 @@ def case(seed: int, device: str = "cpu") -> Outcome:
     except Exception as error:
         if any(argument in FUNCTIONS and callable(given[argument]) for argument in given) and not _is_ours(error):
             return refused("an error of the caller's own function")
+        if isinstance(error, DIVERGED) and "learning_rate" in str(error):
+            return refused("a training that diverged")
         if not isinstance(error, ALLOWED):
             raise FuzzFailure(f"{label}: {type(error).__name__}: {one_line(error, 120)}{_where(error)}") from error
         # A layer may speak of its own weights, and `p.to` of itself.

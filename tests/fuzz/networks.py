@@ -199,8 +199,9 @@ def _check_training(plain: Network, converted: nn.Module, x: Tensor) -> None:
     """The bits of the results, and up to rounding the gradients and statistics, of the network itself."""
     images = [x.clone().requires_grad_() for _ in range(2)]
     try:
-        expected = _leaves(plain(images[0] * 1))
-        _backward(expected)
+        results = _leaves(plain(images[0] * 1))
+        expected = [t.detach().clone() for t in results]  # what is computed again may change them in place
+        _backward(results)
     except (ValueError, RuntimeError):  # it cannot be trained itself: SyncBatchNorm on a CPU, for example
         return
     actual = _leaves(converted(MFA.point(images[1] * 1)))
@@ -212,6 +213,8 @@ def _check_training(plain: Network, converted: nn.Module, x: Tensor) -> None:
     text = str(plain)
     hidden = "x.data" in text or ("x.detach()" in text and "image" in text)
     pairs = [] if hidden else [("the image", *(image.grad for image in images))]
+    if "spectral_norm" in text and "checkpoint" in text:
+        return  # every run takes one step of its power iteration, so what is computed again is something else
     pairs += [(name, parameter.grad, others[name].grad) for name, parameter in plain.named_parameters()]
     pairs = [(name, *(torch.zeros(()) if g is None else g for g in gradients)) for name, *gradients in pairs]
     tolerance = 1e-9 if x.dtype == torch.float64 else 1e-3
@@ -258,7 +261,8 @@ def _check_incomplete(
     expect(all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True)), "the MFA was changed")
     actual = converted.network.tail.seen.detach().double().cpu()
     network = network.double().cpu().eval()
-    precision = 1e-9 if dtype == torch.float64 else 2e-4
+    # Some functions of torch have constants in single precision on a GPU.
+    precision = 2e-4 if dtype == torch.float32 else 1e-9 if device == "cpu" else 1e-6
     with torch.no_grad():
         if converted.stem.activation is None:  # linear: the expectation equals imputing the mean
             network(p.mean.double().cpu().clone())
