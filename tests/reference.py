@@ -135,3 +135,11 @@ def dense_condition(p: MFA, x: Tensor, observed: Tensor) -> tuple[Tensor, Tensor
             if len(o):
                 logits[b, k] += torch.distributions.MultivariateNormal(means[b, k, o], sigma[o][:, o]).log_prob(value)
     return logits.softmax(1), new_means, new_covariances
+
+
+def same(actual: Tensor, expected: Tensor) -> bool:
+    """The same bits on a CPU; on a GPU, which may choose another algorithm every time, the same numbers."""
+    if expected.device.type == "cpu":
+        return torch.equal(actual, expected)
+    tolerance = 1e-9 if expected.dtype == torch.float64 else 1e-3
+    return torch.allclose(actual, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
