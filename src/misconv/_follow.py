@@ -27,7 +27,7 @@ from misconv._follow_image import (
 )
 from misconv._image import Image
 from misconv._stem import ALIASES, POINTWISE, Response, batch_norm, build_activation, convolve, operate
-from misconv._tracker import Done, Tracker, has_tensor, substituted, tensors_in
+from misconv._tracker import Done, Tracker, among, has_tensor, substituted, tensors_in
 
 __all__ = ["SyncBatchNorm", "answer", "mark"]
 
@@ -35,20 +35,28 @@ __all__ = ["SyncBatchNorm", "answer", "mark"]
 def answer(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a function returns that may read stand-ins."""
     records = [(tensor, tracker.record(tensor)) for tensor in tensors_in((args, kwargs))]
-    done = {id(tensor): record.result for tensor, record in records if isinstance(record, Done)}
+    done = [(tensor, record.result) for tensor, record in records if isinstance(record, Done)]
     if done:
-        args, kwargs = substituted((args, kwargs), lambda tensor: done.get(id(tensor), tensor))
+        args, kwargs = substituted((args, kwargs), lambda tensor: _or_else(among(done, tensor), tensor))
         return func(*args, **kwargs)
     for tensor, record in records:
         if isinstance(record, Response):
             return _answer_response(tracker, tensor, record, func, args, kwargs)
-    images = {id(tensor): record for tensor, record in records if isinstance(record, Image)}
+    images: list[tuple[Tensor, Image]] = []
+    for tensor, record in records:
+        if isinstance(record, Image) and among(images, tensor) is None:
+            images.append((tensor, record))
     if not images:
         return tracker.call(func, args, kwargs)
     first = args[0] if args else kwargs.get("input")
-    if func is F.conv2d and id(first) in images and not images[id(first)].dropped:
-        return _convolve(tracker, images[id(first)], func, args, kwargs)
+    image = among(images, first)
+    if func is F.conv2d and image is not None and not image.dropped:
+        return _convolve(tracker, image, func, args, kwargs)
     return answer_image(tracker, images, func, args, kwargs)
+
+
+def _or_else(value: Tensor | None, default: Tensor) -> Tensor:
+    return default if value is None else value
 
 
 # Convolution ---------------------------------------------------------------------------------------------------------
@@ -60,7 +68,7 @@ def _convolve(tracker: Tracker, image: Image, func: Any, args: Any, kwargs: dict
     tensor: Tensor = more.pop("input")
     tracker.calls += 1
     if tracker.stem is not None and not _is_stem(tracker, more["weight"]):
-        return unfollowed(tracker, {id(tensor): image}, func, args, kwargs, tracker.call(func, args, kwargs))
+        return unfollowed(tracker, [(tensor, image)], func, args, kwargs, tracker.call(func, args, kwargs))
     reason = image.pixels.spoiled
     if image.pixels.mode != "constant" and more.get("padding", 0) not in (0, (0, 0), [0, 0], (0,), "valid"):
         reason = f"padding with {image.pixels.mode} and then with zeros, by the convolution itself,"

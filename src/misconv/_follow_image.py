@@ -16,7 +16,7 @@ from torch import Tensor
 from misconv import _image
 from misconv._image import Image, Selection
 from misconv._stem import ALIASES, POINTWISE
-from misconv._tracker import Tracker, has_tensor, substituted, tensors_in
+from misconv._tracker import Tracker, among, has_tensor, substituted
 
 __all__ = ["answer_image", "by_checkpoint", "in_backward", "operands_of", "plain_name", "unfollowed", "works_in_place"]
 
@@ -27,7 +27,7 @@ _PROTOTYPES = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 _LIKE = {"zeros_like", "ones_like", "empty_like", "full_like"}
 _IN_PLACE_OPERATORS = {"setitem", "iadd", "isub", "imul", "itruediv", "idiv", "ifloordiv", "imod", "ipow"}
 
-Images = dict[int, Image]  # by the identity of their tensors
+Images = list[tuple[Tensor, Image]]  # each tensor once
 
 
 def answer_image(tracker: Tracker, images: Images, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -70,9 +70,7 @@ def _followed(tracker: Tracker, images: Images, func: Any, args: Any, kwargs: di
 def unfollowed(tracker: Tracker, images: Images, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
     """The result of a function that is not followed: it has read the mean image, and may have changed it."""
     name, in_place = plain_name(func), works_in_place(func, args, kwargs)
-    known = [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) in images]
-    for tensor in known:
-        image = images[id(tensor)]
+    for tensor, image in images:
         if has_tensor(result) or in_place:
             tracker.note(image, name, "other", makes_image=_is_like_an_image(result))
         if (in_place and tensor is args[0]) or tensor is kwargs.get("out"):
@@ -80,11 +78,16 @@ def unfollowed(tracker: Tracker, images: Images, func: Any, args: Any, kwargs: d
     if in_place:
         return result
     if tracker.stem is not None and tracker.has_gradients() and has_tensor(result):
-        connected = {id(tensor): tracker.connected(tensor, images[id(tensor)]) for tensor in known}
-        args, kwargs = substituted((args, kwargs), lambda tensor: connected.get(id(tensor), tensor))
+        connected = [(tensor, tracker.connected(tensor, image)) for tensor, image in images]
+
+        def substitute(tensor: Tensor) -> Tensor:
+            found = among(connected, tensor)
+            return tensor if found is None else found
+
+        args, kwargs = substituted((args, kwargs), substitute)
         return func(*args, **kwargs)
     # What may return its argument itself, such as dropout in evaluation, does not return the image.
-    return tracker.values(result) if id(result) in images else result
+    return tracker.values(result) if among(images, result) is not None else result
 
 
 # Arithmetic and padding ----------------------------------------------------------------------------------------------
@@ -112,7 +115,7 @@ def _arithmetic(tracker: Tracker, images: Images, func: Any, args: Any, kwargs: 
     target = tracker.record(out)
     if made is None or (out is not None and not (isinstance(target, Image) and _image.assign(target, made))):
         return unfollowed(tracker, images, func, args, kwargs, result)
-    for image in images.values():
+    for _, image in images:
         tracker.note(image, plain_name(func), "affine", result=made)
     return result if out is not None else tracker.track(result, made)
 
@@ -136,13 +139,13 @@ def _assign(tracker: Tracker, images: Images, func: Any, args: Any, kwargs: dict
     target, value = tracker.record(args[0]), tracker.record(args[-1])
     if not isinstance(target, Image):
         result = tracker.call(func, args, kwargs)
-        for image in images.values():
+        for _, image in images:
             tracker.note(image, name, "other", makes_image=True)
         return result
     part: Image | None = target
     if name == "setitem":
         chosen = tracker.call(Tensor.__getitem__, args[:2], {})
-        found = _selections(tracker, {id(args[0]): target}, Tensor.__getitem__, args[:2], {}, [chosen])
+        found = _selections(tracker, [(args[0], target)], Tensor.__getitem__, args[:2], {}, [chosen])
         part = None if found[0] is None else _image.select([target], found[0], view=True)
     if part is None or not _image.assign(part, value if isinstance(value, Image) else None):
         target.pixels.spoiled = f"{name}() in {tracker.where[-1] or 'forward'!r}"
@@ -169,7 +172,7 @@ def _selections(
             return tracker.call(func, changed, more)
 
         if plain_name(func) != "flip" or _image.flips_channels(call):
-            size = next(t.shape[-2:] for t in tensors_in((args, kwargs)) if id(t) in images)
+            size = tracker.values(images[0][0]).shape[-2:]
             found = tuple(_image.find_selections(call, images, results, size))
     tracker.selections.append(found)
     return found
@@ -178,14 +181,13 @@ def _selections(
 def _select(tracker: Tracker, images: Images, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     results = [result] if isinstance(result, Tensor) else list(result)
     found = _selections(tracker, images, func, args, kwargs, results)
-    tensors = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
-    sources = list(images.values())
+    sources = [image for _, image in images]
     made: list[Tensor] = []
     for tensor, selection in zip(results, found, strict=True):
         if selection is None:
             return None
         distinct = len(set(selection[1])) == len(selection[1]) and None not in selection[1]
-        view = len(images) == 1 and distinct and _shares(tracker, tensor, tensors[next(iter(images))])
+        view = len(images) == 1 and distinct and _shares(tracker, tensor, images[0][0])
         image = _image.select(sources, selection, view=view)
         if image is None:
             return None

@@ -199,28 +199,29 @@ _BATCH = 1 << 20  # images of a batch are told apart, so that none is taken for 
 
 
 def find_selections(
-    call: Call, images: dict[int, Image], results: Sequence[Tensor], size: torch.Size
+    call: Call, images: Sequence[tuple[Tensor, Image]], results: Sequence[Tensor], size: torch.Size
 ) -> list[Selection | None]:
     """What a function has done to channels, for each of its results; None where it did something else to the image.
 
     Args:
         call: ``call(substitute)`` calls the function with ``substitute(tensor)`` in place of every tensor.
-        images: the images among its arguments, by the identity of their tensors.
+        images: the images among its arguments, with their tensors.
         results: what it has returned.
         size: height and width of the images.
     """
     codes: list[tuple[int, int] | None] = []
-    numbers = {key: number for number, key in enumerate(images)}
 
     def substitute(tensor: Tensor) -> Tensor:
-        image = images.get(id(tensor))
+        number = next((i for i, (known, _) in enumerate(images) if known is tensor), None)
+        image = None if number is None else images[number][1]
         if image is None and not tensor.is_floating_point():
             return tensor.cpu()  # an index
         first = len(codes)
         if image is None:
             codes.append(None)
             return torch.full([*tensor.shape[:-2], *[1, 1][-tensor.dim() :]], first, dtype=torch.int64, device="cpu")
-        codes.extend((numbers[id(tensor)], i) for i in range(len(image.index)))
+        assert number is not None
+        codes.extend((number, i) for i in range(len(image.index)))
         code = torch.arange(first, len(codes), device="cpu").view(1, -1, 1, 1)
         code = code + _BATCH * torch.arange(len(tensor), device="cpu").view(-1, 1, 1, 1)
         return code.squeeze(1) if image.dropped else code

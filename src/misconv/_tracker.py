@@ -9,7 +9,7 @@ watches all functions, and the records are in a table.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ from misconv._path import by_itself
 from misconv._stem import Response, Stem
 from misconv.mfa import MFA
 
-__all__ = ["Done", "Read", "Record", "Tracked", "Tracker", "has_tensor", "substituted", "tensors_in"]
+__all__ = ["Done", "Read", "Record", "Tracked", "Tracker", "among", "has_tensor", "substituted", "tensors_in"]
 
 
 @dataclass(eq=False)
@@ -213,6 +213,17 @@ class Tracker:
             more = {key: value for key, value in kwargs.items() if self.record(value) is None}
             where = self.where[-1]
             self.log.append(Read(source, name, kind, where, (None, *args[1:]), more, result, reason, makes_image))
+
+
+# Tensors by identity; not a dictionary of id(), which cannot be compiled.
+
+
+def among(pairs: Sequence[tuple[Tensor, Any]], tensor: object) -> Any:
+    """What belongs to this very tensor; None where it is not among them."""
+    for known, value in pairs:
+        if known is tensor:
+            return value
+    return None
 
 
 # Nested arguments ----------------------------------------------------------------------------------------------------
