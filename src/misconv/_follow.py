@@ -83,7 +83,7 @@ def _convolve(tracker: Tracker, image: Image, func: Any, args: Any, kwargs: dict
             "read elsewhere and has gradients, for they would be computed twice; pass use_reentrant=False"
         )
     mean = tracker.p.mean
-    mean = mean.detach() if mean.requires_grad else mean
+    mean = mean.detach() if tracker.detaches and mean.requires_grad else mean
     response = Response(convolve(tracker.p, image, tracker.values(tensor), mean, **more))
     if min(response.convolution.size) < 1:
         raise ValueError(
@@ -216,25 +216,26 @@ def _proceed(tracker: Tracker, in_place: Tensor | None, response: Response, nati
         return result
     if in_place is not None and not stem.kept:
         return tracker.track(in_place, response)
-    value = response.expect("identity") if stem.kept else _stand_in(response, named=stem.named)
+    value = response.expect("identity") if stem.kept else _stand_in(tracker, response)
     if in_place is not None:
         tracker.call(Tensor.copy_, (in_place, value), {})
         return tracker.track(in_place, response)
     return tracker.track_response(value, response)
 
 
-def _stand_in(response: Response, *, named: bool) -> Tensor:
+def _stand_in(tracker: Tracker, response: Response) -> Tensor:
     """A tensor of the right shape and type, which nobody should read.
 
     Only an activation that the user has named does compute something with it, perhaps in place.
     """
-    convolution = response.convolution
+    convolution, named = response.convolution, tracker.stem is not None and tracker.stem.named
     weight = convolution.weight
     kind = weight.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     value = torch.full((), 0.0 if named else torch.nan, dtype=dtype, device=weight.device)
     parts = (weight, convolution.bias, convolution.p.means)
-    if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts):
+    learns = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts)
+    if learns and tracker.table is None:
         value.requires_grad_()  # as the response would, which matters to activation checkpoints
     return value.expand(convolution.size).clone() if named else value.expand(convolution.size)
 

@@ -114,11 +114,16 @@ class Tracker:
     def start(self) -> Tensor:
         """The stand-in for the image: its mean."""
         mean = self.p.mean
-        if mean.requires_grad:
+        if self.detaches and mean.requires_grad:
             # The stem takes its gradients from the MFA; what else reads the image is connected when it does. An
             # activation checkpoint would otherwise go through the density twice.
             mean = mean.detach().requires_grad_().clone()
         return self.track(mean, _image.source_image(mean.shape[1]))
+
+    @property
+    def detaches(self) -> bool:
+        """Whether the stand-in for the image has no gradients of its own; a graph that is compiled keeps them."""
+        return self.table is None
 
     def following(self) -> AbstractContextManager[Any]:
         """What must be active while the network runs."""
@@ -182,7 +187,7 @@ class Tracker:
     def connected(self, tensor: Tensor, image: Image) -> Tensor:
         """The mean image, or what has become of it, with its gradients."""
         values = self.values(tensor)
-        if image.detached or not self.has_gradients():
+        if image.detached or not self.detaches or not self.has_gradients():
             return values
         if image.pixels.spoiled is not None:
             raise RuntimeError(
