@@ -41,6 +41,15 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_default_device(config.getoption("--device"))
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # With a GPU at hand kernels are compiled, not interpreted, and take no tensors of the CPU.
+    if torch.cuda.is_available() and config.getoption("--device") == "cpu":
+        reason = pytest.mark.skip(reason="compiled kernels need a GPU's tensors: pytest --device cuda")
+        for item in items:
+            if "test_triton" in item.nodeid:
+                item.add_marker(reason)
+
+
 @pytest.fixture(autouse=True)
 def _defaults(request: pytest.FixtureRequest) -> None:
     doctest = isinstance(request.node, pytest.DoctestItem)
