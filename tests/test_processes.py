@@ -67,7 +67,7 @@ found = density.state_dict() | {name: torch.tensor(history[-1][name]) for name i
 """
 
 
-@pytest.mark.parametrize("batch_size", [42, 3])
+@pytest.mark.parametrize("batch_size", [3])  # shares of unequal size
 def test_a_density_with_batch_normalization(batch_size: int, tmp_path: Path) -> None:
     """Of the whole batch; of 3 images one process has one, and of the last of validation, 13 in all, none."""
     script = DENSITY.replace("BATCH", str(batch_size))
