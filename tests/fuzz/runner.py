@@ -130,11 +130,14 @@ def run(
     pool: Executor = _pool(processes) if processes > 1 else _Here()
     running: dict[Future[Tally], tuple[str, int, int]] = {}
     while True:
-        for kind in sorted(kinds, key=lambda k: (tallies[k].seconds, following[k])):  # the one that had least time
-            if len(running) < 2 * processes and unfinished(kind):
-                count = KINDS[kind] if cases is None else min(KINDS[kind], seed + cases - following[kind])
-                running[pool.submit(run_many, kind, following[kind], count, device)] = (kind, following[kind], count)
-                following[kind] += count
+        while len(running) < 2 * processes and any(map(unfinished, kinds)):
+            left = [kind for kind in kinds if unfinished(kind)]
+            if not left:
+                break  # the time has just run out
+            kind = min(left, key=lambda k: (tallies[k].seconds, following[k]))  # the one that had least time
+            count = KINDS[kind] if cases is None else min(KINDS[kind], seed + cases - following[kind])
+            running[pool.submit(run_many, kind, following[kind], count, device)] = (kind, following[kind], count)
+            following[kind] += count
         if not running:
             break
         done, _ = wait(running, return_when=FIRST_COMPLETED)
