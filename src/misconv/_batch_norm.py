@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from misconv._conv_checks import check_batch_norm
 from misconv._path import by_itself
 
-__all__ = ["Affine", "batch_norm_moments", "fixed_batch_norm", "normalized", "sync_group"]
+__all__ = ["Affine", "batch_norm_moments", "first_response", "fixed_batch_norm", "normalized", "sync_group"]
 
 _OVER = (0, 1, 3, 4)  # all dimensions of (B, K, O, H', W') but the channels
 
@@ -103,11 +103,21 @@ def batch_norm_moments(
         # As a difference from what torch itself makes of the first component: where all components agree and nothing
         # varies, the difference is exactly zero and the result has torch's bits.
         ratio = torch.sqrt((batch.between + eps) / (total + eps)).view(-1, 1, 1)
-        alone = mean.select(1, 0)
-        alone = alone if mean.shape[1] == 1 else alone.contiguous()  # laid out as a plain response would be
-        plain = F.batch_norm(alone, None, None, weight, bias, True, 0.0, eps).unsqueeze(1)
+        plain = F.batch_norm(first_response(mean), None, None, weight, bias, True, 0.0, eps).unsqueeze(1)
         normed = plain + (plain - offset) * (ratio - 1) + batch.apart * scale
     return normed.to(mean.dtype), variance * scale.square()
+
+
+def first_response(mean: Tensor) -> Tensor:
+    """The first component (B, O, H', W') of means (B, K, O, H', W'), laid out as a plain convolution would have it.
+
+    In another layout torch rounds some functions differently.
+    """
+    first = mean.select(-4, 0)
+    if mean.shape[-4] == 1:
+        return first
+    last = first.stride(-3) == 1 and first.stride(-1) != 1
+    return first.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
 class _Batch(NamedTuple):

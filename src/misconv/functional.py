@@ -8,7 +8,7 @@ from torch import Tensor
 
 from misconv import _touched
 from misconv._batch_norm import Affine as Affine
-from misconv._batch_norm import batch_norm_moments
+from misconv._batch_norm import batch_norm_moments, first_response
 from misconv._batch_norm import fixed_batch_norm as fixed_batch_norm
 from misconv._batch_norm import sync_group as sync_group
 from misconv._checks import check_dense, check_images, check_observed, check_seen_finite, describe, readable
@@ -193,7 +193,7 @@ def _mix(p: MFA, activation: Activation, mean: Tensor, spread: Tensor, incomplet
     mixed = (p.weights[..., None, None, None] * expected).sum(-4).to(mean.dtype)
     # Where all components agree the weights must not even round.
     open_ = ((spread > 0) | (mean != first.unsqueeze(-4))).any(-4)
-    agreed = expectation_of_spread(activation, first.contiguous(), torch.zeros_like(first))
+    agreed = expectation_of_spread(activation, first_response(mean), torch.zeros_like(first))
     if incomplete is not None:
         # Where weights are zero components agree by chance, and the gradients are those of all of them all the same.
         gradient = torch.where(mixed.isfinite(), mixed, 0)
@@ -327,7 +327,10 @@ def _scaled_moments(
     mean = convolve(means.narrow(-4, 0, 1), weight, bias)
     if means.shape[-4] > 1:
         others = convolve(means.narrow(-4, 1, means.shape[-4] - 1) - means.narrow(-4, 0, 1), weight)
-        mean = torch.cat([mean, mean + others], -4)  # (B, K, O, H', W')
+        # With channels last in memory where the convolution has them there: cat alone would lose the layout.
+        place = -1 if mean.stride(-3) == 1 and mean.stride(-1) != 1 else -3
+        parts = [part.movedim(-3, place) for part in (mean, mean + others)]
+        mean = torch.cat(parts, -4).movedim(place, -3)  # (B, K, O, H', W')
 
     compute = torch.promote_types(mean.dtype, torch.float32)
     largest = _largest(noise.to(compute), (-3, -2, -1)).sqrt()  # (B, K, 1, 1, 1)
