@@ -132,6 +132,20 @@ def test_gradients(mode: str, components: int) -> None:
     assert torch.autograd.gradcheck(run, inputs, nondet_tol=1e-12)
 
 
+@pytest.mark.parametrize("context", [plain, contextlib.nullcontext])
+def test_the_gradient_in_logits_keeps_its_digits_far_from_zero(context: Any) -> None:
+    """It is a difference of components, which here is known exactly; of products with weights little would remain."""
+    means = 10_000 + torch.randint(64, (2, 3, 1, 4, 4)) / 64  # float32 holds these and their differences
+    upstream, gradients = torch.randn(2, 1, 4, 4, dtype=torch.float64), []
+    for dtype in (torch.float64, torch.float32):
+        logits = torch.arange(3.0, dtype=dtype).repeat(2, 1).requires_grad_()
+        p = MFA(logits, means.to(dtype), torch.zeros(2, 3, 0, 1, 4, 4, dtype=dtype), torch.ones_like(means).to(dtype))
+        with context():
+            y = expected_conv2d(p, torch.ones(1, 1, 1, 1, dtype=dtype), activation="identity")
+        gradients += torch.autograd.grad(y, logits, upstream.to(dtype))
+    torch.testing.assert_close(gradients[1].double(), gradients[0], rtol=1e-5, atol=1e-5)
+
+
 def test_gradient_reaches_the_weight_through_every_part() -> None:
     """Squared weights wrapped into a new Parameter would cut it."""
     p = random_mfa(1, 1, 0, (1, 5, 5))

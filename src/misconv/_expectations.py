@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from misconv._checks import describe
 
-__all__ = ["Activation", "activation_module", "deviation", "expectation", "expectation_of_spread"]
+__all__ = ["Activation", "activation_module", "deviation", "expectation", "expectation_of_spread", "weighted_mean"]
 
 Activation = str | nn.Module | Callable[[Tensor], Tensor]
 Closed = Callable[[Tensor, Tensor], Tensor]
@@ -379,6 +379,16 @@ def activation_module(activation: Activation) -> nn.Module | Callable[[Tensor], 
 def expectation(activation: Activation, mean: Tensor, variance: Tensor) -> Tensor:
     """E[f(N(mean, variance))] for (…, O, H, W) or any smaller shape; exactly f(mean) where the variance is 0."""
     return expectation_of_spread(activation, mean, deviation(variance))
+
+
+def weighted_mean(weights: Tensor, values: Tensor, axis: int) -> Tensor:
+    """Σ_k w_k v_k for weights that add up to one, as differences from the first value.
+
+    Its gradient in the weights is a difference of values, which then are small and keep their digits.
+    """
+    first = values.detach().narrow(axis, 0, 1)
+    first = torch.where(first.isfinite(), first, 0)  # the difference of two infinities is none
+    return first.squeeze(axis) + (weights * (values - first)).sum(axis)
 
 
 def deviation(variance: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from misconv._expectations import Activation, _apply, _cdf, _cut, _pdf, activation_module, expectation
+from misconv._expectations import Activation, _apply, _cdf, _cut, _pdf, activation_module, expectation, weighted_mean
 from misconv._padding import Border, Padding, Pair, border_noise, margins, output_size, pair
 from misconv.mfa import MFA
 
@@ -377,7 +377,8 @@ def _expected(p: MFA, function: Any, mean: Tensor, variance: Tensor, image: Tens
         expected = expectation(function, mean[..., None, None], variance[..., None, None])[..., 0, 0]
     if mean.shape[1] == 1:
         return expected.squeeze(1), variance.squeeze(1) > 0
-    mixed = (p.weights[image].view(*expected.shape[:2], *[1] * (expected.dim() - 2)) * expected).sum(1)
+    weights = p.weights[image].view(*expected.shape[:2], *[1] * (expected.dim() - 2))
+    mixed = weighted_mean(weights, expected, 1)
     return mixed, ((variance > 0) | (mean != mean.narrow(1, 0, 1))).any(1)
 
 

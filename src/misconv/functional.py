@@ -13,7 +13,7 @@ from misconv._batch_norm import fixed_batch_norm as fixed_batch_norm
 from misconv._batch_norm import sync_group as sync_group
 from misconv._checks import check_dense, check_images, check_observed, check_seen_finite, describe, readable
 from misconv._conv_checks import check_convolution, check_flag, check_geometry, check_weight, check_windows
-from misconv._expectations import Activation, deviation, expectation, expectation_of_spread
+from misconv._expectations import Activation, deviation, expectation, expectation_of_spread, weighted_mean
 from misconv._padding import Padding, Pair, border_noise, margins
 from misconv._path import HAS_TRITON, by_itself, is_plain
 from misconv.mfa import MFA
@@ -190,7 +190,7 @@ def _mix(p: MFA, activation: Activation, mean: Tensor, spread: Tensor, incomplet
     first = mean.select(-4, 0)
     if p.logits.shape[-1] == 1:
         return expected.select(-4, 0)
-    mixed = (p.weights[..., None, None, None] * expected).sum(-4).to(mean.dtype)
+    mixed = weighted_mean(p.weights[..., None, None, None], expected, -4).to(mean.dtype)
     # Where all components agree the weights must not even round.
     open_ = ((spread > 0) | (mean != first.unsqueeze(-4))).any(-4)
     agreed = expectation_of_spread(activation, first_response(mean), torch.zeros_like(first))

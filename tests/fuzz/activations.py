@@ -101,7 +101,9 @@ def _celu(choices: Choices, channels: int) -> Known:
     alpha = choices.pick([1.0, choices.power(-1, 1)])
 
     def plain(x: Tensor) -> Tensor:
-        return torch.where(x > 0, x, alpha * torch.expm1(x.clamp_max(0) / alpha))
+        # Not `clamp_max(0)`, whose slope at 0 is 0 in some releases of torch; that of CELU is 1.
+        below = torch.where(x > 0, 0, x)
+        return torch.where(x > 0, x, alpha * torch.expm1(below / alpha))
 
     return Known(f"celu({alpha:g})", nn.CELU(alpha), plain, width=alpha, scale=alpha, single=True)
 

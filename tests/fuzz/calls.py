@@ -14,7 +14,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -274,7 +274,8 @@ def case(seed: int, device: str = "cpu") -> Outcome:
     words = ", ".join(f"{argument}={shown(value)}" for argument, value in given.items())
     label = one_line(f"{name}({words})", 160)
     try:
-        with timer(SECONDS, label), warnings.catch_warnings(record=True) as said, silence():
+        # In the folder, because a word given as a path is a file that is written here.
+        with chdir(folder()), timer(SECONDS, label), warnings.catch_warnings(record=True) as said, silence():
             warnings.simplefilter("always")
             function(**{**arguments, **given})
     except FuzzFailure:

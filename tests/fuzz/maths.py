@@ -389,12 +389,15 @@ def _gradients(choices: Choices, device: str) -> str:
     expected, _ = oracles.integrate(known, *chosen, o.repeat_interleave(components))
     mixed = (twins[0].softmax(1)[b] * expected.view(PLACES, components)).sum(1)
     wanted = torch.autograd.grad((mixed * upstream).sum(), twins, allow_unused=True)
-    _compare_gradients(known, p, found, wanted, leaves[4].detach(), exact.spread.detach())
+    # The gradient in a logit is a difference of expectations, each of which is rounded where its mean is.
+    size = (expected.detach().abs() + exact.mean_error[b, :, o, h, w].flatten()).view(PLACES, components)
+    error = ROUNDINGS * torch.finfo(dtype).eps * float((size * upstream.abs()[:, None]).sum())
+    _compare_gradients(known, p, found, wanted, leaves[4].detach(), exact.spread.detach(), error)
     return f" {known.name.split('(')[0]}"
 
 
 def _compare_gradients(
-    known: activations.Known, p: MFA, found: Any, wanted: Any, weight: Tensor, spread: Tensor
+    known: activations.Known, p: MFA, found: Any, wanted: Any, weight: Tensor, spread: Tensor, in_logits: float
 ) -> None:
     dtype = p.dtype
     approximate = float(known.error(spread).max()) * 100
@@ -417,6 +420,7 @@ def _compare_gradients(
         if p.observed is not None and name == "means":  # one pixel, however many components repeat it
             got, want = _shared(p, got), _shared(p, want)
         room = relative * (float(want.abs().max()) if want.numel() else 0.0) + relative * 1e-3 * known.steepest + second
+        room += in_logits if name == "logits" else 0.0
         close(
             f"the gradient in {name} ({known.name} as {describe(known.given)})", got, want, torch.full_like(want, room)
         )
