@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if torch.cuda.is_available() and config.getoption("--device") == "cpu":
         reason = pytest.mark.skip(reason="compiled kernels need a GPU's tensors: pytest --device cuda")
         for item in items:
-            if "test_triton" in item.nodeid:
+            if "test_triton" in item.nodeid or "test_kernels" in item.nodeid:
                 item.add_marker(reason)
 
 

@@ -225,7 +225,7 @@ def test_it_is_adam_with_factors_decoupled_decay_and_clipping(fabric: Fabric, de
         {k: v.to(fabric.device) for k, v in start.items()}, batches, x, labels, rate, names, decay, clip
     )
     for name, value in module.state_dict().items():
-        torch.testing.assert_close(value, expected[name].float(), rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(value.cpu(), expected[name].cpu().float(), rtol=1e-5, atol=1e-6, msg=name)
     for name in ("frozen.weight", "frozen.bias"):
         assert torch.equal(module.state_dict()[name].cpu(), start[name].cpu())
     moved = {part: float((expected[f"{part}.weight"].cpu() - start[f"{part}.weight"].cpu()).norm()) for part in names}
@@ -304,8 +304,9 @@ def test_the_classifiers_of_the_paper_can_be_continued(
 
     The large one is in channels_last; the fused Adam of a captured step goes through memory as it lies there.
     """
-    real = _engine.Running
-    monkeypatch.setattr(_engine, "Running", lambda job, fabric, captured: real(job, fabric, fused))
+    if fabric.device.type == "cpu":  # where only this Adam is fused
+        real = _engine.Running
+        monkeypatch.setattr(_engine, "Running", lambda job, fabric, captured: real(job, fabric, fused))
     x, labels = data.digits()
     x, labels = x[:40], labels[:40]
 
@@ -313,9 +314,11 @@ def test_the_classifiers_of_the_paper_can_be_continued(
         torch.manual_seed(0)
         module = Classifier(first_layer("zero", 1), (1, 8, 8), 10, kind)
         arguments = {"validation_inputs": MFA.point(x[30:]), "validation_labels": labels[30:]}
-        return classifier_job(
+        made = classifier_job(
             module, MFA.point(x[:30]), labels[:30], fabric, batch_size=10, learning_rate=1e-3, **arguments
         )
+        made.resident = made.resident and fused  # on a GPU the captured step or a launched one
+        return made
 
     straight, path = made(), tmp_path / "run.safetensors"
     histories = train([straight], fabric, epochs=3, progress=False)
@@ -551,64 +554,68 @@ def test_bytes_are_numbers_from_0_to_1(kind: str) -> None:
 # Graphs ------------------------------------------------------------------------------------------------------------
 
 
-class Graph:
-    """What a CUDA graph does, one launch after the other."""
-
-    def __init__(self, running: list[Any]) -> None:
-        self.running = running
-
-    def replay(self) -> None:
-        for run in self.running:
-            run.step(run.next())
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="captures a real CUDA graph")
 
 
 @pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The way of a GPU through the engine, on any device; collects how many jobs each capture had."""
-    captures: list[int] = []
-    real = _engine.Running
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """How many jobs each capture had, and whether it succeeded."""
+    found: list[tuple[int, bool]] = []
+    real = _engine._capture
 
-    def capture(running: list[Any]) -> Graph:
-        captures.append(len(running))
-        copies = [run.snapshot() for run in running]
-        for run in running:
-            run.step(run.next())
-        for run, saved in zip(running, copies, strict=True):
-            run.restore(saved)
-        return Graph(list(running))
+    def capture(running: Any, device: torch.device) -> Any:
+        graph = real(running, device)
+        found.append((len(running), graph is not None))
+        return graph
 
-    monkeypatch.setattr(_engine, "_can_capture", lambda fabric: True)
     monkeypatch.setattr(_engine, "_capture", capture)
-    monkeypatch.setattr(_engine, "Running", lambda job, fabric, captured: real(job, fabric, False))
-    return captures
-
-
-def certain() -> nn.Module:
-    """Without dropout, whose numbers depend on what is captured together."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3))
+    return found
 
 
 def resident(fabric: Fabric, **changes: Any) -> list[Job]:
-    """Jobs that can be captured together; they differ in seed, learning rate and norm of gradients."""
+    """Jobs that can be captured together, with dropout; they differ in seed, learning rate and norm of gradients."""
     differences: list[dict[str, Any]] = [{}, {"learning_rate": 3e-2}, {"clip": 0.1}]
     options: list[dict[str, Any]] = [{"resident": True, **changes, **each} for each in differences]
-    return [job(fabric, n, module=certain(), **each) for n, each in enumerate(options)]
+    return [job(fabric, n, **each) for n, each in enumerate(options)]
 
 
+@gpu
 @pytest.mark.parametrize("size", [SIZE, 2 * BATCH])
-def test_a_graph_trains_each_job_as_if_alone(fabric: Fabric, captured: list[int], size: int) -> None:
-    """Whether or not there is a last batch that the graph cannot take."""
+def test_a_branch_of_a_graph_is_what_its_job_is_alone(
+    fabric: Fabric, captures: list[tuple[int, bool]], size: int
+) -> None:
+    """Bit for bit, dropout too, whether or not there is a last batch that the graph cannot take."""
     together = resident(fabric, size=size)
     histories = train(together, fabric, epochs=3, progress=False)
-    assert captured == [3]
-    for number, alone in enumerate(resident(fabric, size=size, resident=False)):
+    assert captures == [(3, True)]
+    for number, alone in enumerate(resident(fabric, size=size)):
         (history,) = train([alone], fabric, epochs=3, progress=False)
         assert history == histories[number]
         assert same(alone.module, together[number].module)
+    assert captures == [(3, True)] + 3 * [(1, True)]
 
 
-@pytest.mark.usefixtures("captured")
+@gpu
+def test_a_graph_draws_what_launches_draw(fabric: Fabric) -> None:
+    """Dropout of nothing but ones, which rounding cannot change."""
+    sums = []
+    for captured in (True, False):
+        module = nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 3))
+        nn.init.constant_(module[1].weight, 0.0)
+        x = torch.ones(SIZE, 6, device=fabric.device)
+
+        def loss(model: nn.Module, indices: Tensor, x: Tensor = x) -> tuple[Tensor, Tensor]:
+            kept = model[0](x[indices])
+            return model[1](kept).sum(), (kept.detach() * torch.arange(6, device=x.device)).sum().double().unsqueeze(0)
+
+        options = {"module": module, "figures": 1, "summarise": lambda sums: {"sum": sums[0]}, "learning_rate": 0.0}
+        (history,) = train([job(fabric, loss=loss, resident=captured, **options)], fabric, epochs=3, progress=False)
+        sums.append([record["sum"] for record in history])
+    assert sums[0] == sums[1]
+    assert len(set(sums[0])) > 1
+
+
+@gpu
 @pytest.mark.parametrize("crash", range(4))
 def test_a_graph_that_is_killed_goes_on_from_the_last_epoch(fabric: Fabric, tmp_path: Path, crash: int) -> None:
     straight = resident(fabric)
@@ -623,29 +630,54 @@ def test_a_graph_that_is_killed_goes_on_from_the_last_epoch(fabric: Fabric, tmp_
         assert same(one.module, other.module)
 
 
+@gpu
+@pytest.mark.parametrize("fails", [False, True])
 def test_what_cannot_be_captured_is_trained_all_the_same(
-    fabric: Fabric, captured: list[int], monkeypatch: pytest.MonkeyPatch
+    fabric: Fabric, captures: list[tuple[int, bool]], fails: bool
 ) -> None:
-    straight = resident(fabric)
-    histories = train(straight, fabric, epochs=3, progress=False)
-    monkeypatch.setattr(_engine, "_capture", lambda running: captured.append(0))  # None: it could not
-    jobs = resident(fabric)
-    assert train(jobs, fabric, epochs=3, progress=False) == histories
-    assert captured == [3, 0]  # it is tried once
-    for one, other in zip(jobs, straight, strict=True):
-        assert same(one.module, other.module)
+    """A step that looks at a value; after it torch's generators draw as before. Any other error is passed on."""
+    before = torch.cuda.get_rng_state()
+
+    def looking(one: Job) -> Job:
+        inner = one.loss
+
+        def loss(model: nn.Module, indices: Tensor) -> tuple[Tensor, Tensor]:
+            value, figures = inner(model, indices)
+            if fails and torch.cuda.is_current_stream_capturing():
+                raise Crash
+            float(value)
+            return value, figures
+
+        one.loss = loss
+        return one
+
+    jobs = [looking(one) for one in resident(fabric)]
+    if fails:
+        with pytest.raises(Crash):
+            train(jobs, fabric, epochs=2, progress=False)
+    else:
+        histories = train(jobs, fabric, epochs=2, progress=False)
+        assert captures == [(3, False)]  # it is tried once
+        for number, alone in enumerate(resident(fabric, resident=False)):
+            (history,) = train([alone], fabric, epochs=2, progress=False)
+            assert history == histories[number]
+            assert same(alone.module, jobs[number].module)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    assert F.dropout(torch.ones(100, device=fabric.device)).unique().tolist() == [0, 2]
+    torch.cuda.set_rng_state(before)
 
 
-def test_images_that_fill_no_batch_need_no_graph(fabric: Fabric, captured: list[int]) -> None:
+@gpu
+def test_images_that_fill_no_batch_need_no_graph(fabric: Fabric, captures: list[tuple[int, bool]]) -> None:
     jobs = resident(fabric, size=BATCH - 1)
     histories = train(jobs, fabric, epochs=2, progress=False)
-    assert captured == []
+    assert captures == []
     alone = resident(fabric, size=BATCH - 1, resident=False)
     assert train(alone, fabric, epochs=2, progress=False) == histories
     assert same(alone[2].module, jobs[2].module)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures a real CUDA graph")
+@gpu
 def test_a_real_graph_takes_the_same_steps(fabric: Fabric) -> None:
     """A few of them: rounding differs between launches and replays, and grows from step to step."""
     x, labels = data.digits()
@@ -668,7 +700,7 @@ def test_a_real_graph_takes_the_same_steps(fabric: Fabric) -> None:
     assert histories[0][0]["loss"] != pytest.approx(histories[1][0]["loss"], rel=1e-6)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures a real CUDA graph")
+@gpu
 def test_a_real_graph_is_continued(fabric: Fabric, tmp_path: Path) -> None:
     """With the network that lies in memory in another order than in a file."""
     x, labels = data.digits()

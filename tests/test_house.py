@@ -283,3 +283,12 @@ def test_public_names_are_listed_and_exist() -> None:
 
 def test_the_package_says_it_is_typed() -> None:
     assert (SOURCE / "py.typed").exists()
+
+
+def test_unflatten_is_called_as_a_function() -> None:
+    """`Tensor.unflatten` cannot be compiled by torch 2.11 while a default device is set; `torch.unflatten` can."""
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr == "unflatten":
+                assert isinstance(node.value, ast.Name), path
+                assert node.value.id == "torch", path

@@ -109,7 +109,9 @@ def snapshot(folder: Path) -> dict[Path, bytes]:
 def test_a_table_has_all_its_rows(first: tuple[Path, Result]) -> None:
     out, result = first
     assert result.stderr == ""
-    assert "digits, square: training zero; 2 side by side\n" in result.stdout
+    # On a GPU all classifiers are branches of one graph; on a CPU the seeds of a method take turns.
+    trained = ", ".join(HERE) + f"; {2 * len(HERE)}" if torch.cuda.is_available() else "zero; 2"
+    assert f"digits, square: training {trained} side by side\n" in result.stdout
     assert "Table 1: Accuracy on incomplete test images" in result.stdout
     for name in HERE:
         star = r" \*" if name == "GT" else ""
@@ -533,6 +535,7 @@ def test_a_damaged_file_is_named_and_kept(
     with monkeypatch.context() as patch:
         owner = classification if part == "densities" else store
         patch.setattr(owner, "Remembered" if part == "densities" else "save", interrupt)
+        patch.setattr(classification, "CHECKPOINT_SECONDS", 0.0)  # a GPU would write none of so short a training
         assert digits("8", file, tmp_path).exit_code == 130
     (path,) = (tmp_path / part).iterdir()
     path.write_bytes(path.read_bytes()[:-100])
@@ -575,7 +578,8 @@ def test_a_training_that_diverges_is_named(file: Path, tmp_path: Path, monkeypat
     assert result.exit_code == 1, result.exception
     message = "misconv: zero, seed 0, diverged in epoch 1: its loss is not finite; a smaller learning_rate may help"
     assert " ".join(result.stderr.split()) == message
-    assert not list((tmp_path / "out" / "records").iterdir())
+    kept = [json.loads(path.read_text())["record"]["kind"] for path in (tmp_path / "out" / "records").iterdir()]
+    assert set(kept) <= {"fit"}  # a GPU has all densities ready before it trains all classifiers
 
 
 def test_a_missing_extra_is_named(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

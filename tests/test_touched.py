@@ -348,7 +348,7 @@ def test_it_serves_where_it_is_faster(served: Served) -> None:
 
 
 # torch scripts some of its forward derivatives.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # a FutureWarning in some releases of torch
 def test_it_leaves_to_others_what_is_not_its_own(served: Served) -> None:
     """Tracing, transforms and forward derivatives must not depend on values; half precision rounds in its own way."""
     p, weight = random_mfa(2, 1, 2, (3, 12, 12), hole(2, 12, 12)), torch.randn(4, 3, 3, 3)

@@ -107,7 +107,7 @@ def test_only_what_was_hidden_is_scored() -> None:
             return p.fix(x, known)
 
     history = fit_density(Spy(), x, observed, epochs=1, learning_rate=0.0, validation=0, batch_size=96, progress=False)
-    (batch, known) = calls[0]
+    batch, known = (t.cpu() for t in calls[0])
     order = [int((x == image).flatten(1).all(1).nonzero()[0]) for image in batch]
     target = observed[order] & ~known
     assert not (known & ~observed[order]).any()
@@ -143,6 +143,7 @@ def test_on_digits_the_network_beats_the_mixture_and_that_beats_independent_pixe
 TRAIN = """
 import sys, torch
 torch.set_num_threads(1)
+torch.backends.cudnn.deterministic = True
 from misconv import SMFA, ConvDMFA, data, fit_density, missing
 kind, checkpoint, result = sys.argv[1:]
 x, _ = data.digits()

@@ -118,9 +118,9 @@ class Network(nn.Module):
         variance = self.noise_floor + torch.exp(noise.clamp(max=6.0))
         return MFA(
             logits=logits,
-            means=center + scale * means.unflatten(1, shape[:2]),
-            factors=scale * factors.unflatten(1, (self.components, self.rank, x.shape[1])),
-            noise=scale * (scale * variance.unflatten(1, shape[:2])),  # the square of a scale may overflow
+            means=center + scale * torch.unflatten(means, 1, shape[:2]),
+            factors=scale * torch.unflatten(factors, 1, (self.components, self.rank, x.shape[1])),
+            noise=scale * (scale * torch.unflatten(variance, 1, shape[:2])),  # the square of a scale may overflow
             check=False,
         ).fix(x, observed)
 

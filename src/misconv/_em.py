@@ -124,9 +124,9 @@ def _columns(*blocks: Tensor) -> Tensor:
 def _split(product: Tensor, components: int, *widths: int, joined: bool = False) -> list[Tensor]:
     """A product's columns back into blocks (…, K, width); `joined`: components outermost, else blocks outermost."""
     if joined:
-        return list(product.unflatten(1, (components, sum(widths))).split(widths, 2))
+        return list(torch.unflatten(product, 1, (components, sum(widths))).split(widths, 2))
     parts = product.split([components * width for width in widths], 1)
-    return [part.unflatten(1, (components, width)) for part, width in zip(parts, widths, strict=True)]
+    return [torch.unflatten(part, 1, (components, width)) for part, width in zip(parts, widths, strict=True)]
 
 
 _RIDGE = 1e-13

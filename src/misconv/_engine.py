@@ -14,7 +14,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from misconv._checkpoint import Checkpoint
 from misconv._identity import identify_module
 from misconv._loan import borrowed
 from misconv._processes import check_agreement, synchronized
-from misconv._running import Job, Rate, Running, generator, rate_of, under
+from misconv._running import Dropout, Job, Rate, Running, generator, rate_of, under
 from misconv._session import Record, progress_bar
 
 if TYPE_CHECKING:
@@ -111,15 +111,15 @@ def _epochs(
         for run in running:
             run.begin(epoch)
         if captured and graph is None and full:
-            graph = _capture(running)
+            graph = _capture(running, fabric.device)
             captured = graph is not None
+            for run in running:
+                run.seed(epoch)  # of which capturing has used some
         if graph is not None:
-            with _seeded(running[0].job.seed, epoch, fabric.device):
-                for _ in range(full):
-                    graph.replay()
+            for _ in range(full):
+                graph.replay()
         for run in running:
-            with _seeded(run.job.seed, epoch, fabric.device, rest=graph is not None):
-                run.finish(skip=full if graph is not None else 0)
+            run.finish(skip=full if graph is not None else 0)
             run.judge(epoch)
         yield running[0].history[-1]
 
@@ -200,25 +200,38 @@ def _can_capture(fabric: Fabric) -> bool:
     )
 
 
-def _capture(running: Sequence[Running]) -> torch.cuda.CUDAGraph | None:
+def _capture(running: Sequence[Running], device: torch.device) -> torch.cuda.CUDAGraph | None:
     """One step of all jobs as a graph, a branch for each; None, and a line in the log, if it cannot be captured."""
-    streams = [torch.cuda.Stream() for _ in running]
+    streams = [torch.cuda.Stream(device) for _ in running]
     copies = [run.snapshot() for run in running]
-    seed = torch.cuda.get_rng_state()
     _branch(running, streams, _WARM_UP)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     for run, saved in zip(running, copies, strict=True):
         run.restore(saved)
     graph = torch.cuda.CUDAGraph()
+    for run in running:
+        assert run.dropout.cuda is not None
+        graph.register_generator_state(run.dropout.cuda)
+    usual = torch.cuda.default_generators[device.index]
+    state = usual.get_state()
     try:
         with torch.cuda.graph(graph):
             _branch(running, streams, 1)
-    except RuntimeError as error:
-        _log.warning("the training step cannot be captured as a CUDA graph, and is launched anew each time: %s", error)
-        torch.cuda.synchronize()
+    except BaseException as error:
+        # Every generator that took part still believes that it is being captured, and would refuse to draw.
+        usual.graphsafe_set_state(torch.Generator(device))
+        usual.set_state(state)
+        for run in running:
+            run.dropout = Dropout(device)
+        if not isinstance(error, RuntimeError):
+            raise
+        # Only its words: the error itself holds on to the graph of gradients, which belongs to another stream.
+        reason = str(error)
+        _log.warning("the training step cannot be captured as a CUDA graph, and is launched anew each time: %s", reason)
+        torch.cuda.synchronize(device)
+        for run, saved in zip(running, copies, strict=True):
+            run.restore(saved)
         return None
-    finally:
-        torch.cuda.set_rng_state(seed)
     return graph
 
 
@@ -227,16 +240,8 @@ def _branch(running: Sequence[Running], streams: Sequence[torch.cuda.Stream], st
     main = torch.cuda.current_stream()
     for run, stream in zip(running, streams, strict=True):
         stream.wait_stream(main)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), run.dropout.installed():
             for _ in range(min(steps, run.full)):
                 run.step(run.next())
     for stream in streams:
         main.wait_stream(stream)
-
-
-@contextmanager
-def _seeded(seed: int, epoch: int, device: torch.device, *, rest: bool = False) -> Iterator[None]:
-    """Global randomness (dropout) of an epoch, or of its last batch after a graph; put back afterwards."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed((seed * 1_000_003 + (250_000 if rest else 500_000) + epoch) % 2**63)
-        yield

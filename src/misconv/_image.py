@@ -353,7 +353,7 @@ def _moved(image: Image, parts: Tensor) -> Tensor:
     around = image.pixels.margins
     if image.pixels.mode != "constant" or not any(around):
         return parts
-    padded: Tensor = torch.nn.functional.pad(parts.flatten(1, -3), around).unflatten(1, parts.shape[1:-2])
+    padded: Tensor = torch.unflatten(torch.nn.functional.pad(parts.flatten(1, -3), around), 1, parts.shape[1:-2])
     return padded
 
 

@@ -259,7 +259,10 @@ def as_floats(images: Tensor) -> Tensor:
         >>> as_floats(torch.tensor([0, 51, 255], dtype=torch.uint8))
         tensor([0.0000, 0.2000, 1.0000])
     """
-    return images.to(torch.get_default_dtype()) / 255 if _is_bytes(images) else images
+    if not _is_bytes(images):
+        return images
+    # By a tensor on the device: with a number a GPU multiplies by 1/255, which has another last bit.
+    return images.to(torch.get_default_dtype()) / torch.full((), 255.0, device=images.device)
 
 
 # Inside ------------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def border_noise(
     if len(down.windows) + len(across.windows) == 0:
         return None
     images = noise.reshape(-1, *noise.shape[-3:])
-    filters = weight.unflatten(0, (groups, -1))  # (G, O/G, C/G, kh, kw)
+    filters = torch.unflatten(weight, 0, (groups, -1))  # (G, O/G, C/G, kh, kw)
     place = torch.arange(size[0] * size[1], device=noise.device).view(size)
     # Rows of windows that repeat pixels, corners included; and the rest of such columns.
     rows = _strips(_padded(images, (left, right, 0, 0), mode), filters, down, strides[1], dilations[1])
@@ -88,11 +88,11 @@ def _strips(images: Tensor, filters: Tensor, repeats: _Repeats, stride: int, dil
     if number == 0:
         size = (images.shape[-1] - dilation * (kernel - 1) - 1) // stride + 1
         return images.new_zeros(len(images), groups * out, 0, size)
-    read = images[:, :, repeats.pixels].unflatten(1, (groups, channels))  # (N, G, C/G, R, kh, W)
+    read = torch.unflatten(images[:, :, repeats.pixels], 1, (groups, channels))  # (N, G, C/G, R, kh, W)
     read = read.permute(0, 3, 1, 2, 4, 5).reshape(len(images), -1, images.shape[-1])
     squares = folded.square().reshape(number * groups * out, channels * taps, kernel)
     response = F.conv1d(read, squares, None, stride, 0, dilation, number * groups)
-    strips: Tensor = response.unflatten(1, (number, groups * out)).transpose(1, 2)
+    strips: Tensor = torch.unflatten(response, 1, (number, groups * out)).transpose(1, 2)
     return strips
 
 
@@ -100,9 +100,8 @@ def _corners(images: Tensor, filters: Tensor, down: _Repeats, across: _Repeats) 
     """The noise (N, O, R, Q) of windows that repeat pixels along both axes."""
     folds = (repeats.fold.to(filters.dtype) for repeats in (down, across))
     folded = torch.einsum("rnk,qml,goikl->rqgoinm", *folds, filters)
-    read = images[:, :, down.pixels][..., across.pixels].unflatten(
-        1, (filters.shape[0], -1)
-    )  # (N, G, C/G, R, kh, Q, kw)
+    read = images[:, :, down.pixels][..., across.pixels]
+    read = torch.unflatten(read, 1, (filters.shape[0], -1))  # (N, G, C/G, R, kh, Q, kw)
     result: Tensor = torch.einsum("bgirnqm,rqgoinm->bgorq", read, folded.square()).flatten(1, 2)
     return result
 

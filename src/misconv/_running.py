@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -104,6 +105,7 @@ class Running:
         self.cursor = torch.zeros(1, dtype=torch.int64, device=fabric.device)
         self.sums = torch.zeros(job.figures, dtype=torch.float64, device=fabric.device)
         self.batches: list[Tensor] = []
+        self.dropout = Dropout(fabric.device)
 
     @property
     def done(self) -> int:
@@ -130,6 +132,11 @@ class Running:
         if self.job.begin is not None:
             self.job.begin(epoch)
         self.model.train()
+        self.seed(epoch)
+
+    def seed(self, epoch: int) -> None:
+        """Start the epoch's dropout."""
+        self.dropout.seed(self.job.seed * 1_000_003 + 500_000 + epoch)
 
     def next(self) -> Tensor:
         """The indices of the next full batch, looked up on the device."""
@@ -153,8 +160,9 @@ class Running:
 
     def finish(self, skip: int) -> None:
         """The batches of the epoch that no graph has done."""
-        for indices in self.batches[skip:]:
-            self.step(indices)
+        with self.dropout.installed():
+            for indices in self.batches[skip:]:
+                self.step(indices)
 
     def judge(self, epoch: int) -> None:
         """Validate, and keep the parameters if they are the best so far."""
@@ -227,6 +235,7 @@ class Running:
         for key, value in under("optimizer.", tensors).items():
             index, name = key.split(".", 1)
             state["state"].setdefault(int(index), {})[name] = value
+        _check_optimizer(state)
         self.optimizer.optimizer.load_state_dict(state)
         # Files hold tensors row by row, but a fused Adam goes through memory as the parameters lie in it.
         for parameter, entry in self.optimizer.optimizer.state.items():
@@ -242,6 +251,48 @@ class Running:
     def _optimizer(self) -> dict[str, Tensor]:
         state = self.optimizer.optimizer.state_dict()["state"]
         return {f"{index}.{name}": value for index, entry in state.items() for name, value in entry.items()}
+
+
+class Dropout:
+    """The randomness of one job: while it is installed, generators of its own stand in the place of torch's.
+
+    So a job draws the same numbers alone and beside others. Where its step is captured in a CUDA graph the graph reads
+    the generator's seed and offset at every replay.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cpu = torch.Generator("cpu")
+        self.cuda = torch.Generator(device) if device.type == "cuda" else None
+
+    def seed(self, number: int) -> None:
+        """Start again from a seed."""
+        self.cpu.manual_seed(number % 2**63)
+        if self.cuda is not None:
+            self.cuda.manual_seed(number % 2**63)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Whatever torch draws in here comes from these generators; torch's own do not move."""
+        cpu = torch.default_generator.get_state()
+        torch.default_generator.set_state(self.cpu.get_state())
+        try:
+            with nullcontext() if self.cuda is None else _default_generator(self.cuda):
+                yield
+        finally:
+            self.cpu.set_state(torch.default_generator.get_state())
+            torch.default_generator.set_state(cpu)
+
+
+@contextmanager
+def _default_generator(own: torch.Generator) -> Iterator[None]:
+    """Make a generator of a GPU the default one; also while a graph is captured, unlike setting its state."""
+    default = torch.cuda.default_generators[own.device.index]
+    usual = default.graphsafe_get_state()
+    default.graphsafe_set_state(own)
+    try:
+        yield
+    finally:
+        default.graphsafe_set_state(usual)
 
 
 # Batches, rates, randomness ----------------------------------------------------------------------------------------
@@ -305,6 +356,16 @@ def _check_tensors(own: dict[str, Tensor], stored: dict[str, Tensor]) -> None:
     for name, tensor in own.items():
         if (tensor.shape, tensor.dtype) != (stored[name].shape, stored[name].dtype):
             raise ValueError(f"{name} is {describe(stored[name])} and not {describe(tensor)}")
+
+
+def _check_optimizer(state: dict[str, Any]) -> None:
+    """Adam has all that it keeps of a parameter, for every one of them or, before its first step, for none."""
+    expected = {index for group in state["param_groups"] for index in group["params"]} if state["state"] else set()
+    for index in sorted(expected ^ state["state"].keys()):
+        raise ValueError(f"optimizer.{index} is {'missing' if index in expected else 'of something else'}")
+    for index, entry in state["state"].items():
+        for name in sorted({"step", "exp_avg", "exp_avg_sq"} ^ entry.keys()):
+            raise ValueError(f"optimizer.{index}.{name} is {'of something else' if name in entry else 'missing'}")
 
 
 def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

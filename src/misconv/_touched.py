@@ -147,14 +147,14 @@ def _fill_tiles(
     for chunk in tiles.split(at_once):
         place = chunk.corner[0] * batch + chunk.corner[1] * row + chunk.corner[2] * column  # (tiles,)
         first = source.index_select(0, place).flatten(2).unsqueeze(1)  # (tiles, 1, O, th·tw)
-        sources = moved(chunk).unflatten(0, (len(place), -1)).permute(0, 2, 3, 1)  # (tiles, S, O, th·tw)
+        sources = torch.unflatten(moved(chunk), 0, (len(place), -1)).permute(0, 2, 3, 1)  # (tiles, S, O, th·tw)
         mean, variance = _moments(p, first, sources, None, slope, None)
         # Laid out as the mean is: passes over two layouts at once are slow.
         variance = torch.empty_like(mean, memory_format=torch.contiguous_format).copy_(variance)
         expected, open_ = _expected(p, nn.ReLU(), mean, variance.clamp_min_(0), chunk.corner[0])
         if mean.shape[1] > 1:
             expected = torch.where(open_, expected, mean.select(1, 0).relu())
-        target.index_copy_(0, place, expected.unflatten(2, tiles.size))
+        target.index_copy_(0, place, torch.unflatten(expected, 2, tiles.size))
 
 
 def _blocks_from(response: Tensor, size: tuple[int, int]) -> Tensor:
@@ -349,7 +349,7 @@ def _moments(
     if repeated is not None:
         variance = variance.index_copy(0, *repeated)
     if rank > 0:
-        factors = factors.unflatten(1, (components, rank))  # (windows, K, L, O)
+        factors = torch.unflatten(factors, 1, (components, rank))  # (windows, K, L, O)
         if torch.is_grad_enabled() and moved.requires_grad:
             variance = variance + (factors * factors).sum(2)
         else:

@@ -268,7 +268,7 @@ def padded(p: MFA, around: tuple[int, ...]) -> MFA:
     if observed is None:
         observed = torch.zeros(len(p), 1, height, width, dtype=torch.bool, device=p.device)
     means, factors, noise = (
-        F.pad(t.flatten(1, -3), around).unflatten(1, t.shape[1:-2]) for t in (p.means, p.factors, p.noise)
+        torch.unflatten(F.pad(t.flatten(1, -3), around), 1, t.shape[1:-2]) for t in (p.means, p.factors, p.noise)
     )
     return MFA(p.logits, means, factors, noise, F.pad(observed, around, value=True), check=False)
 

@@ -249,7 +249,7 @@ def _prepare(x: Tensor, seen: Tensor, centre: Tensor, planes: int) -> tuple[Tens
     Channels that are seen together share a plane, which makes three of the four products that much smaller.
     """
     centred = torch.where(seen, x.double() - centre, 0)
-    square = centred.square().unflatten(1, (planes, -1)).sum(2)
+    square = torch.unflatten(centred.square(), 1, (planes, -1)).sum(2)
     return centred.flatten(1), square.flatten(1), seen.expand(-1, planes, -1, -1).flatten(1).double()
 
 

@@ -100,7 +100,7 @@ class Remembered:
         pixels = x.shape[-2] * x.shape[-1]
         flat = values.new_zeros(*values.shape[:-1], pixels + 1)
         flat.scatter_(-1, places[:, None, None, None].expand(values.shape), values)
-        full = flat[..., :pixels].unflatten(-1, x.shape[-2:])  # (B, K, 2 + L, C, H, W)
+        full = torch.unflatten(flat[..., :pixels], -1, x.shape[-2:])  # (B, K, 2 + L, C, H, W)
         means = torch.where(observed.unsqueeze(1), x.unsqueeze(1), full[:, :, 0])
         return MFA(
             self.logits[indices], means, full[:, :, 2:].contiguous(), full[:, :, 1].contiguous(), observed, check=False
