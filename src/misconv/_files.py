@@ -20,7 +20,7 @@ from typing import BinaryIO, TypeAlias
 try:
     import fcntl
 except ImportError:  # Windows: no locks, and so no removal of what others may be writing
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # a module elsewhere
 
 __all__ = ["AnyPath", "check_path", "open_regular", "os_error", "shown", "write_bytes", "write_parts"]
 

@@ -246,6 +246,7 @@ def _digest(data: bytes, place: int) -> str:
 def _what_it_is(file: BinaryIO, start: bytes) -> str:
     """What to say of a file that is no sound safetensors file."""
     pickled = start[:1] == b"\x80" and start[1:2] <= b"\x05" and start[8:9] != b"{"
+    # A damaged archive, or one of a kind that zipfile cannot read: then nothing more is known of it.
     with contextlib.suppress(zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive:

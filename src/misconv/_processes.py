@@ -123,7 +123,7 @@ def on_first(fabric: Fabric, work: Callable[[], T]) -> T:
         found = fabric.broadcast(found)
     if isinstance(found, Exception):
         raise found
-    return found  # type: ignore[no-any-return]
+    return found  # type: ignore[no-any-return]  # Fabric does not say that it returns what it was given
 
 
 def check_agreement(fabric: Fabric, what: str) -> None:
@@ -133,8 +133,9 @@ def check_agreement(fabric: Fabric, what: str) -> None:
     first = fabric.broadcast(what)
     different = torch.tensor(float(first != what), device=fabric.device)
     total = fabric.all_reduce(different, reduce_op="sum")
-    if float(total) > 0:  # type: ignore[arg-type]  # a tensor, as it was given
+    assert isinstance(total, torch.Tensor)  # as it was given
+    if float(total) > 0:
         raise ValueError(
             f"all {fabric.world_size} processes must be called with the same module, data and settings, got others in "
-            f"{round(float(total))} of them"  # type: ignore[arg-type]
+            f"{round(float(total))} of them"
         )
