@@ -35,7 +35,7 @@ demo: $(VENV)/installed
 # Results of the layer go by the device they were measured on: layer-cuda.json where there is a GPU, else layer-cpu.json.
 bench: $(VENV)/installed
 	device=$$($(BIN)/python -c 'import torch; print("cuda" if torch.cuda.is_available() else "cpu")') && \
-	$(BIN)/misconv bench --device $$device --out benchmarks/results/layer-$$device.json
+	$(BIN)/misconv bench --device $$device --out results/bench/layer-$$device.json
 	$(BIN)/python benchmarks/em.py
 	$(BIN)/python benchmarks/knn.py
 
@@ -48,13 +48,13 @@ fuzz: $(VENV)/installed
 	$(BIN)/python -m tests.fuzz $(KINDS) --minutes $(MINUTES) --device $(DEVICE) --seed $(SEED)
 
 docs: $(VENV)/installed
-	$(BIN)/python docs/measure.py
-	$(BIN)/python docs/pictures.py
-	$(BIN)/python docs/architectures.py
-	$(BIN)/python docs/speed.py
-	$(BIN)/python docs/figures.py
-	$(BIN)/python docs/results.py
-	$(BIN)/python docs/trust.py
+	$(BIN)/python tools/measure.py
+	$(BIN)/python tools/pictures.py
+	$(BIN)/python tools/architectures.py
+	$(BIN)/python tools/speed.py
+	$(BIN)/python tools/figures.py
+	$(BIN)/python tools/results.py
+	$(BIN)/python tools/trust.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

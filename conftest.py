@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
         "TRITON_INTERPRET", "1"
     )  # kernels run here too, as numpy; has to be said before they are read
 if find_spec("triton") is None:
-    collect_ignore_glob = ["src/misconv/_triton*.py", "tests/test_triton*.py"]
+    collect_ignore_glob = ["src/misconv/_triton/*.py", "tests/test_triton*.py"]
 
 # One process a core (pytest-xdist); threads of torch on top of that would only get in each other's way.
 torch.set_num_threads(1)

@@ -10,7 +10,6 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import time
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from misconv import MFA, SMFA, missing
+from misconv._store import commit
 
 SETTINGS = {"images": 60_000, "height": 28, "width": 28, "components": 10, "rank": 6, "iterations": 5, "seed": 0}
 
@@ -46,7 +46,7 @@ def check(density: SMFA, x: Tensor, observed: Tensor) -> float:
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "em.json")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "bench" / "em.json")
     out = parser.parse_args().out
     images, components, rank = SETTINGS["images"], SETTINGS["components"], SETTINGS["rank"]
     x, observed = data(images, SETTINGS["height"], SETTINGS["width"], SETTINGS["seed"])
@@ -68,14 +68,13 @@ def main() -> None:
     median = statistics.median(seconds)
     print(f"one iteration over {images} × {x[0].numel()}, K = {components}, L = {rank}: {median:.2f} s (median)")
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     record = {
         "benchmark": "EM",
         "settings": SETTINGS,
         "start_seconds": start,
         "iteration_seconds": {"median": median, "min": min(seconds), "max": max(seconds), "all": seconds},
         "likelihood_difference": difference,
-        "commit": commit or None,
+        "commit": commit(),
         "device": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},

@@ -1,6 +1,6 @@
 """How long k-nearest-neighbour imputation takes, here and in scikit-learn, on the same incomplete images.
 
-    python benchmarks/knn.py [--out benchmarks/results/knn.json]
+    python benchmarks/knn.py [--out results/bench/knn.json]
 
 Prints a table and writes it as JSON with the commit, the versions and the settings it belongs to.
 """
@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch import Tensor
 
 import misconv
 from misconv import impute, missing, store
+from misconv._store import commit
 
 SETTINGS = {"fitted": 5000, "queries": 1000, "size": 28, "fraction": 1 / 4, "neighbours": 5, "rank": 20, "seed": 0}
 
@@ -60,7 +60,7 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     """What to run on, how often, and where the result goes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "knn.json")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "bench" / "knn.json")
     parser.add_argument("--device", default="cpu", help="of misconv; scikit-learn knows the CPU alone")
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, torch.get_num_threads()}))
     parser.add_argument("--repeats", type=int, default=3)
@@ -116,11 +116,8 @@ def measure(runs: dict[str, Callable[[], Any]], repeats: int, threads: int, devi
 
 def circumstances(device: str) -> dict[str, Any]:
     """Where the numbers come from."""
-    git = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
-    )
     return {
-        "commit": git.stdout.strip() or None,
+        "commit": commit(),
         "versions": {
             "misconv": misconv.__version__,
             "numpy": np.__version__,

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from misconv import _format
+from misconv._store import format as _format
 
 __all__ = ["content_of", "damaged", "hostile", "sealed", "with_content", "with_table"]
 

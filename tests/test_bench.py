@@ -18,9 +18,14 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 import misconv
-from misconv import _bench_check, _bench_clock, _bench_layer, _bench_warm, bench, cli
-from misconv._bench_layer import Layer, Setting
-from misconv._path import is_plain, plain
+from misconv import cli
+from misconv._backend import is_plain, plain
+from misconv.bench import checks as _bench_check
+from misconv.bench import clock as _bench_clock
+from misconv.bench import command as bench
+from misconv.bench import layer as _bench_layer
+from misconv.bench import warm_up as _bench_warm
+from misconv.bench.layer import Layer, Setting
 
 ROOT = Path(__file__).parent.parent
 CPU = ("--device", "cpu", "--quick")
@@ -156,7 +161,7 @@ def test_it_runs_without_the_packages_of_the_command_line(tmp_path: Path, capsys
     """A bare machine with a GPU has torch and nothing else."""
     code = (
         "import sys\nfor name in ('typer', 'rich', 'triton', 'lightning_fabric'): sys.modules[name] = None\n"
-        "import runpy; sys.argv[0] = 'bench'; runpy.run_module('misconv.bench', run_name='__main__')"
+        "import runpy; sys.argv[0] = 'bench'; runpy.run_module('misconv.bench.command', run_name='__main__')"
     )
     out = tmp_path / "layer.json"
     command = [sys.executable, "-c", code, *CPU, "--seed", "1", "--only", "nll", "--out", str(out)]
@@ -203,10 +208,10 @@ def test_precision_is_put_back() -> None:
 
 
 def test_the_page_is_made_from_the_record(record: Path, tmp_path: Path) -> None:
-    page = runpy.run_path(str(ROOT / "docs" / "speed.py"))
+    page = runpy.run_path(str(ROOT / "tools" / "speed.py"))
     page["main"](["--results", str(record.parent), "--out", str(tmp_path)])
     text = (tmp_path / "speed.md").read_text(encoding="utf-8")
-    assert text.startswith("<!-- made by docs/speed.py from layer-cpu.json; do not edit -->\n")
+    assert text.startswith("<!-- made by tools/speed.py from layer-cpu.json; do not edit -->\n")
     assert "A quick run on tiny settings" in text
     assert "160 ± 60" in text  # the paper's first number
     for title in ("Is it right?", "The paper's settings", "Large images", "Training a density", "Method"):
@@ -218,7 +223,7 @@ def test_the_page_is_made_from_the_record(record: Path, tmp_path: Path) -> None:
 
 
 def test_the_page_needs_a_record(tmp_path: Path) -> None:
-    page = runpy.run_path(str(ROOT / "docs" / "speed.py"))
+    page = runpy.run_path(str(ROOT / "tools" / "speed.py"))
     with pytest.raises(SystemExit, match="no layer-cuda.json or layer-cpu.json in .*; run `misconv bench"):
         page["main"](["--results", str(tmp_path), "--out", str(tmp_path)])
     assert list(tmp_path.iterdir()) == []

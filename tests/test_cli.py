@@ -16,7 +16,9 @@ import torch
 from typer.testing import CliRunner, Result
 
 import misconv
-from misconv import cli, data, demo, report
+from misconv import cli, data
+from misconv.demo import experiment as demo
+from misconv.demo import report
 
 TINY = {"images": 200, "train": 120, "validation": 30, "dmfa_epochs": 2, "classifier_epochs": 1}
 METHODS = [

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from misconv import MFA, SMFA, ConvDMFA, LinearDMFA, _em, _em_data, impute, missing
+from misconv import MFA, SMFA, ConvDMFA, LinearDMFA, impute, missing
+from misconv._density import em as _em
+from misconv._density import em_data as _em_data
 from tests.reference import random_mfa
 
 

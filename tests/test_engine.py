@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from misconv import MFA, SMFA, ConvDMFA, _engine, _session, data, fit_density, missing, store
-from misconv._engine import Job, train
-from misconv._jobs import classifier_job
+from misconv import MFA, SMFA, ConvDMFA, data, fit_density, missing, store
+from misconv._train import engine as _engine
+from misconv._train import session as _session
+from misconv._train.engine import Job, train
+from misconv._train.jobs import classifier_job
 from misconv.paper.networks import Classifier, first_layer
 
 if TYPE_CHECKING:

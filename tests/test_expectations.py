@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from torch import Tensor, nn
 
-from misconv._expectations import _LOGISTIC, expectation_of_spread
+from misconv._math.expectations import _LOGISTIC, expectation_of_spread
 from misconv.functional import expected_activation
 from tests.reference import integrate, tolerance
 

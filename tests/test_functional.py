@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from misconv import MFA, MisConv2d, plain
-from misconv._expectations import expectation_of_spread
-from misconv._padding import border_noise
+from misconv._math.expectations import expectation_of_spread
+from misconv._math.padding import border_noise
 from misconv.functional import batch_norm_moments, conv2d_moments, expected_conv2d, partial_conv2d
 from tests.reference import dense_moments, integrate, random_mfa, tolerance
 from tests.strategies import Case, cases

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,266 +15,136 @@ import pytest
 import misconv
 
 SOURCE = Path(misconv.__file__).parent
-# What each module may import, besides the standard library; the arrows of docs/architecture.md.
+ROOT = SOURCE.parents[1]
+# What each room, or module outside of rooms, may import besides the standard library: the arrows of
+# docs/architecture.md. A room is a folder; of one whose name begins with _ others import the door, its `__init__`, alone.
 MAY_IMPORT = {
-    "_checks": {"torch", "numpy", "mfa"},  # mfa for its type alone
-    "_linalg": {"torch"},
-    "_arguments": {"numpy", "torch", "_checks"},
-    "missing": {"numpy", "torch", "_arguments", "_checks"},
-    "_path": {"torch"},
-    "_padding": {"torch"},
-    "_launch": {"torch"},
-    "_triton_mfa": {"triton"},
-    "_triton_score": {"torch", "triton", "_launch", "_triton_mfa"},
-    "_likelihood": {"torch", "_linalg"},
-    "mfa": {"torch", "_arguments", "_checks", "_likelihood", "_path", "_triton_score"},
-    "_expectations": {"torch", "_checks"},
-    "_triton_expectations": {"triton"},
-    "_triton_conv": {"triton", "_triton_expectations"},
-    "_triton_backward": {"triton", "_triton_conv", "_triton_expectations"},
-    "_triton_launch": {"torch", "_launch", "_triton_backward", "_triton_conv"},
-    "_triton": {"torch", "_expectations", "_padding", "_path", "_triton_launch", "_batch_norm", "functional", "mfa"},
-    "_touched": {"torch", "_batch_norm", "_expectations", "_padding", "mfa"},
-    "_conv_checks": {"torch", "_checks", "_padding", "mfa"},
-    "_batch_norm": {"torch", "_conv_checks", "_path"},
-    "functional": {
-        "torch",
-        "_conv_checks",
-        "_batch_norm",
-        "_checks",
-        "_expectations",
-        "_padding",
-        "_path",
-        "_touched",
-        "_triton",
-        "mfa",
-    },
-    "layers": {"torch", "_checks", "_conv_checks", "_padding", "_expectations", "functional", "mfa"},
-    "_em": {"torch", "_linalg"},
-    "_em_data": {"torch", "_checks"},
-    "_density_network": {"torch", "_checks", "_em_data", "mfa"},
-    "density": {"torch", "_checks", "_density_network", "_em", "_em_data", "mfa"},
+    "_version": set(),
+    "_backend": {"torch"},
+    "_checks": {"torch", "numpy"},
+    "_math": {"torch", "_checks"},
+    "_triton": {"torch", "triton", "_backend", "_math", "functional", "mfa"},
+    "missing": {"torch", "numpy", "_checks"},
+    "mfa": {"torch", "_backend", "_checks", "_math", "_triton"},
+    "_conv": {"torch", "_backend", "_checks", "_math", "_triton", "mfa"},
+    "functional": {"torch", "_backend", "_triton", "_checks", "_conv", "_math", "mfa"},
+    "layers": {"torch", "_checks", "_conv", "_math", "functional", "mfa"},
+    "_density": {"torch", "_checks", "_math", "mfa"},
+    "density": {"torch", "_checks", "_density", "_math", "mfa"},
     "impute": {"torch", "_checks", "mfa"},
-    "_files": set(),
-    "_format": {"torch", "safetensors", "_checks", "_files"},
-    "_builder": {"torch"},
-    "_description": {"torch", "_builder", "_checks"},
-    "_restore": {"torch", "_files"},
-    "store": {"torch", "_checks", "_description", "_files", "_format", "_restore"},
-    "_session": {"torch", "lightning_fabric", "lightning_utilities", "rich", "_checks"},
-    "_loan": {"torch", "_checks"},
-    "_places": set(),
-    "_identity": {"torch", "numpy", "mfa"},
-    "_checkpoint": {"torch", "lightning_fabric", "_checks", "_identity", "_places", "_processes", "store"},
-    "_processes": {"torch", "lightning_fabric"},
-    "_running": {"torch", "lightning_fabric", "_checks", "_loan", "_processes", "_session"},
-    "_engine": {
-        "torch",
-        "lightning_fabric",
-        "_checkpoint",
-        "_identity",
-        "_loan",
-        "_processes",
-        "_running",
-        "_session",
-    },
-    "_jobs": {
-        "torch",
-        "lightning_fabric",
-        "_checks",
-        "_identity",
-        "_loan",
-        "_running",
-        "_session",
-        "mfa",
-        "missing",
-    },
-    "training": {
-        "torch",
-        "lightning_fabric",
-        "_checkpoint",
-        "_checks",
-        "_engine",
-        "_identity",
-        "_jobs",
-        "_loan",
-        "_processes",
-        "_session",
-        "density",
-        "mfa",
-        "missing",
-    },
-    "_provenance": {"torch"},
-    "_image": {"torch", "mfa"},
-    "_stem": {"torch", "_batch_norm", "_expectations", "_image", "_padding", "functional", "mfa"},
-    "_tracker": {"torch", "_image", "_path", "_stem", "mfa"},
-    "_follow_image": {"torch", "_image", "_stem", "_tracker"},
-    "_follow": {"torch", "_expectations", "_follow_image", "_image", "_stem", "_tracker"},
-    "_search": {"torch", "_follow", "_image", "_stem", "_tracker", "mfa"},
-    "convert": {"torch", "_checks", "_follow", "_path", "_search", "_stem", "_tracker", "mfa"},
+    "_convert": {"torch", "_backend", "_conv", "_math", "functional", "mfa"},
+    "convert": {"torch", "_backend", "_checks", "_convert", "mfa"},
     "predict": {"torch", "_checks", "mfa"},
-    "_transform_kernels": {"torch", "torchvision"},
-    "transforms": {"torch", "numpy", "torchvision", "_checks", "_transform_kernels"},
+    "_transforms": {"torch", "torchvision"},
+    "transforms": {"torch", "numpy", "torchvision", "_checks", "_transforms"},
+    "_store": {"torch", "safetensors", "_checks", "_version"},
+    "store": {"torch", "_checks", "_store"},
+    "_train": {
+        "torch", "numpy", "lightning_fabric", "lightning_utilities", "rich", "_checks", "_store", "mfa", "missing", "store"
+    },
+    "training": {"torch", "lightning_fabric", "_checks", "_train", "density", "mfa", "missing"},
     "data": {"torch", "numpy", "sklearn", "torchvision", "_checks"},
+    "bench": {"torch", "_backend", "_store", "functional", "mfa", "missing", "store"},
+    "paper": {
+        "torch", "lightning_fabric", "matplotlib", "PIL", "scipy", "torchmetrics", "_checks", "_store", "_train", "bench",
+        "data", "density", "impute", "layers", "mfa", "missing", "store", "training",
+    },
     "demo": {
-        "torch",
-        "_session",
-        "data",
-        "density",
-        "impute",
-        "layers",
-        "mfa",
-        "missing",
-        "training",
-        "paper/networks",
-        "_jobs",
+        "torch", "_version", "_store", "_train", "data", "density", "impute", "layers", "mfa", "missing", "paper", "store", "training"
     },
-    "_pictures": {"torch", "PIL"},
-    "report": {"torch", "_pictures", "_places", "_provenance", "demo", "store"},
-    "_bench_layer": {"torch", "_path", "functional", "mfa", "missing"},
-    "_bench_check": {"torch", "_bench_layer", "_path", "functional", "mfa"},
-    "_bench_clock": {"torch", "_bench_layer"},
-    "_bench_warm": {"torch", "_bench_check", "_bench_layer"},
-    "bench": {
-        "torch",
-        "_bench_check",
-        "_bench_clock",
-        "_bench_layer",
-        "_bench_warm",
-        "_path",
-        "_places",
-        "_provenance",
-        "store",
-    },
-    "paper/__init__": set(),
-    "paper/printed": set(),
-    "paper/cache": {"store"},
-    "paper/networks": {"torch", "layers"},
-    "paper/inputs": {"torch", "_jobs", "impute", "mfa"},
-    "paper/quality": {"torch", "torchmetrics", "_checks", "mfa"},
-    "paper/densities": {
-        "torch",
-        "lightning_fabric",
-        "_engine",
-        "density",
-        "missing",
-        "paper/inputs",
-        "_jobs",
-    },
-    "paper/classification": {
-        "torch",
-        "lightning_fabric",
-        "_engine",
-        "_provenance",
-        "data",
-        "density",
-        "impute",
-        "layers",
-        "missing",
-        "store",
-        "training",
-        "paper/cache",
-        "paper/densities",
-        "paper/inputs",
-        "paper/networks",
-        "paper/printed",
-        "paper/quality",
-        "paper/scores",
-        "_jobs",
-    },
-    "paper/augment": {"torch", "mfa", "missing", "paper/inputs", "_jobs"},
-    "paper/plus": {
-        "torch",
-        "impute",
-        "mfa",
-        "paper/augment",
-        "paper/classification",
-        "paper/scores",
-        "paper/inputs",
-        "paper/networks",
-        "paper/densities",
-        "_engine",
-        "_jobs",
-    },
-    "paper/scores": {"scipy", "paper/printed"},
-    "paper/tables": {"paper", "paper/printed", "paper/scores"},
-    "paper/illustrate": {
-        "torch",
-        "data",
-        "impute",
-        "layers",
-        "mfa",
-        "missing",
-        "store",
-        "paper",
-        "paper/classification",
-        "paper/sheet",
-        "_jobs",
-    },
-    "paper/sheet": {"torch", "matplotlib"},
-    "paper/figures": {"torch", "matplotlib", "_checks", "_pictures", "paper/sheet"},
-    "paper/command": {
-        "torch",
-        "lightning_fabric",
-        "_places",
-        "_session",
-        "bench",
-        "data",
-        "store",
-        "paper",
-        "paper/cache",
-        "paper/classification",
-        "paper/illustrate",
-        "paper/plus",
-        "paper/quality",
-        "paper/scores",
-    },
-    "cli": {"torch", "typer", "rich", "bench", "demo", "paper", "report"},
-    "__main__": {"cli"},
+    "cli": {"torch", "typer", "rich", "_version", "bench", "demo", "paper"},
     "__init__": {
-        "_path",
-        "convert",
-        "density",
-        "functional",
-        "impute",
-        "layers",
-        "mfa",
-        "missing",
-        "predict",
-        "store",
-        "training",
+        "_backend", "_version", "convert", "density", "functional", "impute", "layers", "mfa", "missing", "predict",
+        "store", "training",
     },
-}
+    "__main__": {"cli"},
+}  # fmt: skip
+# Who may import the package at its door alone, and who is inside.
+ROOMS = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
+MODULES = {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path in SOURCE.rglob("*.py")}
 
 
 def imports(path: Path) -> set[str]:
-    """Names of the modules a file imports, ours without the package's name."""
+    """Modules that a file imports anywhere, also inside functions; not what it imports for its types alone."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = []
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             module = node.module or ""
-            names = {alias.name for alias in node.names} if module == "misconv" else set()
-            found |= {f"misconv.{name}" for name in names if (SOURCE / f"{name}.py").exists()}
-            found |= {module} - {"misconv"}
-    ours = {"/".join(name.split(".")[1:]) for name in found if name.startswith("misconv.")}
-    return ours | {name.split(".")[0] for name in found if not name.startswith("misconv")}
+            names = {f"{module}.{alias.name}" for alias in node.names}
+            inside = {name for name in names if name.removeprefix("misconv.") in MODULES or _is_door(name)}
+            found |= inside | (set() if inside == names else {module})
+    return found
 
 
-@pytest.mark.parametrize("name", sorted(p.relative_to(SOURCE).with_suffix("").as_posix() for p in SOURCE.rglob("*.py")))
-def test_arrows_go_one_way(name: str) -> None:
-    assert name in MAY_IMPORT, "a new room: say here and in docs/architecture.md what it may import"
-    assert imports(SOURCE / f"{name}.py") - set(sys.stdlib_module_names) <= MAY_IMPORT[name]
+def _is_door(name: str) -> bool:
+    return name.removeprefix("misconv.") in ROOMS
 
 
-def test_the_core_imports_with_torch_and_numpy_alone() -> None:
-    """Every other package that an extra or a test brings is made impossible to import."""
-    extras = "sklearn scipy matplotlib PIL torchvision timm lightning torchmetrics rich typer tifffile safetensors hypothesis"
-    code = f"import sys\nfor name in {extras.split()!r}: sys.modules[name] = None\nimport misconv; misconv.MisConv2d(3, 4, 3)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+def own(path: Path) -> set[str]:
+    """Those of them that are ours, as names of files: `_conv.plain`, and `_conv.__init__` for a door."""
+    found = {name.removeprefix("misconv.") for name in imports(path) if name.startswith("misconv.")}
+    found |= {"__init__" for name in imports(path) if name == "misconv"}
+    return {f"{name}.__init__" if name in ROOMS else name for name in found}
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_who_may_import_whom(name: str) -> None:
+    room = name.split(".")[0]
+    assert room in MAY_IMPORT, "a new room: say here and in docs/architecture.md what it may import"
+    allowed = MAY_IMPORT[room] | {room}
+    for found in imports(MODULES[name]):
+        if found.startswith("misconv"):
+            first, *rest = found.split(".")[1:] or ["__init__"]
+            assert first in allowed, f"{name} imports {found}"
+            assert first == room or not rest or not first.startswith("_"), f"{name} imports {found}, and not its door"
+        else:
+            assert found.split(".")[0] in allowed | set(sys.stdlib_module_names), f"{name} imports {found}"
+
+
+def test_the_core_imports_with_torch_numpy_and_safetensors_alone() -> None:
+    """Every other distribution that is installed, and that torch does not need, cannot be imported."""
+    needed, names = {"torch", "numpy", "safetensors", "misconv"}, []
+    todo = list(needed)
+    while todo:
+        for text in importlib.metadata.requires(todo.pop()) or []:
+            name = re.match(r"[\w.-]+", text)[0].lower().replace("_", "-")  # type: ignore[index]  # each has a name
+            if "extra ==" not in text and name not in needed:
+                needed.add(name)
+                todo += [name] if _is_installed(name) else []
+    for module, owners in importlib.metadata.packages_distributions().items():
+        if not needed & {owner.lower().replace("_", "-") for owner in owners} and module not in sys.stdlib_module_names:
+            names.append(module)
+    assert {"lightning_fabric", "sklearn", "torchvision", "rich", "typer", "PIL", "scipy"} <= set(names)
+    code = f"""
+import sys
+for name in {sorted(names)!r}: sys.modules[name] = None
+import torch, misconv
+layer, x = misconv.MisConv2d(3, 4, 3), torch.rand(2, 3, 8, 8)
+density = misconv.SMFA(2, 1).fit(x, x > 0)
+net = misconv.convert(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU()), density)
+misconv.save(density, "density.safetensors")
+assert (misconv.load("density.safetensors")(x, x > 0).mean == density(x, x > 0).mean).all()
+net(x), layer(density(x, x > 0)), misconv.impute.zero(x, x > 0), misconv.predictive
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", code]
+        result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     assert result.returncode == 0, result.stderr
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def test_public_names_are_listed_and_exist() -> None:

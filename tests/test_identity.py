@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from misconv import MFA, SMFA, ConvDMFA, LinearDMFA, missing
-from misconv._identity import difference, fingerprint, identify, identify_data, identify_module
+from misconv._train.identity import difference, fingerprint, identify, identify_data, identify_module
 
 
 def other(module: nn.Module, wanted: nn.Module) -> str | None:
@@ -125,7 +125,7 @@ def test_a_class_is_known_by_what_it_does(tmp_path: Path) -> None:
     found = {}
     for name, parts in variants.items():
         (tmp_path / f"{name}.py").write_text(text.format(*parts))
-        code = f"import json, {name}; from misconv._identity import identify_module as i; print(json.dumps(i({name}.Net())))"
+        code = f"import json, {name}; from misconv._train.identity import identify_module as i; print(json.dumps(i({name}.Net())))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
         found[name] = json.loads(done.stdout)
     assert difference(found["a"], found["b"]) is None
@@ -175,7 +175,7 @@ def test_a_fingerprint_of_many_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same, in whatever parts it is computed."""
     x = torch.randn(1000)
     whole = fingerprint(x)
-    monkeypatch.setattr("misconv._identity._CHUNK", 7)
+    monkeypatch.setattr("misconv._train.identity._CHUNK", 7)
     assert fingerprint(x) == whole
     assert len({fingerprint(x.roll(n)) for n in range(1000)}) == 1000
     assert fingerprint(torch.zeros(0)) != fingerprint(torch.zeros(0, 2))

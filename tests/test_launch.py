@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from misconv._launch import Launch
+from misconv._triton.launch import Launch
 
 
 class Kernel:

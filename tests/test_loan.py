@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from misconv import MFA, SMFA, ConvDMFA, _session, data, fit_density, missing
-from misconv._loan import borrowed, check_trainable, gpu_of
+from misconv import MFA, SMFA, ConvDMFA, data, fit_density, missing
+from misconv._train import session as _session
+from misconv._train.loan import borrowed, check_trainable, gpu_of
 from misconv.training import fit_classifier
 
 if TYPE_CHECKING:

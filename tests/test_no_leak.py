@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from misconv import MFA, SMFA, ConvDMFA, LinearDMFA, MisConv2d, PartialConv2d, impute, observe
-from misconv._likelihood import NOISE_FLOOR
+from misconv._math.likelihood import NOISE_FLOOR
 from misconv.functional import conv2d_moments, expected_activation, expected_conv2d, partial_conv2d
 from misconv.predict import predictive
 from tests.reference import random_mfa
@@ -228,7 +228,7 @@ def test_hidden_values_are_neither_learned_nor_answered(name: str, dtype: torch.
 def test_kernels_read_nothing_hidden(rank: int) -> None:
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") != "1":
         pytest.skip("without a GPU, Triton runs in its interpreter alone: TRITON_INTERPRET=1")
-    kernels = pytest.importorskip("misconv._triton_score")
+    kernels = pytest.importorskip("misconv._triton.score")
     p = random_mfa(2, 2, rank, SHAPE[1:], torch.rand(2, 1, 6, 6) < 0.3)
     for observed in masks():
         clean = torch.randn(SHAPE)

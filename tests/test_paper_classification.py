@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from misconv import MFA, SMFA, _jobs, data, impute, store
-from misconv._provenance import commit
+from misconv import MFA, SMFA, data, impute, store
+from misconv._store.provenance import commit
+from misconv._train import jobs as _jobs
 from misconv.data import ImageSet
 from misconv.paper import cache as caches
 from misconv.paper import classification, densities, plus

@@ -16,7 +16,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from misconv import ConvDMFA, _engine, bench, cli, data, store
+from misconv import ConvDMFA, cli, data, store
+from misconv._train import engine as _engine
+from misconv.bench import command as bench
 from misconv.paper import classification, command, plus, tables
 from misconv.paper.cache import FORMAT
 from misconv.paper.printed import METHODS

@@ -18,8 +18,9 @@ from matplotlib.text import Text
 from PIL import Image
 from torch import Tensor
 
-from misconv import _pictures, missing
+from misconv import missing
 from misconv.paper import figures
+from misconv.paper import pictures as _pictures
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 

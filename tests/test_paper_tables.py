@@ -18,7 +18,7 @@ from misconv.paper.scores import Margin, Record
 from misconv.paper.tables import Table
 
 ROOT = Path(__file__).parent.parent
-BENCH = ROOT / "benchmarks" / "results" / "layer-cuda.json"
+BENCH = ROOT / "results" / "bench" / "layer-cuda.json"
 
 # Made up, for these tests alone: accuracies of three seeds.
 ZERO, MASK, DMFA, PLUS = (0.910, 0.912, 0.911), (0.920, 0.924, 0.919), (0.926, 0.928, 0.927), (0.940, 0.938, 0.941)
@@ -331,7 +331,7 @@ def write_page(folder: Path, *files: Any, benchmark: Path = BENCH) -> Path:
     (folder / "results").mkdir()
     for i, content in enumerate(files):
         (folder / "results" / f"{i}.json").write_text(json.dumps(content), encoding="utf-8")
-    page = runpy.run_path(str(ROOT / "docs" / "results.py"))
+    page = runpy.run_path(str(ROOT / "tools" / "results.py"))
     page["main"](["--results", str(folder / "results"), "--out", str(folder), "--benchmark", str(benchmark)])
     return folder / "results.md"
 
@@ -345,7 +345,7 @@ def test_the_page_is_made_from_the_records(tmp_path: Path) -> None:
         tmp_path, {"records": MNIST + noise, "more": 1}, svhn + ABLATION, {"other": 2}, [quality("SMFA", -9.0)]
     )
     text = page.read_text(encoding="utf-8")
-    assert text.startswith("<!-- made by docs/results.py from 0.json, 1.json, 3.json; do not edit -->\n")
+    assert text.startswith("<!-- made by tools/results.py from 0.json, 1.json, 3.json; do not edit -->\n")
     for number in (1, 2, 6, 7, 8, 9, 10):
         assert text.count(f"\n## Table {number}: ") == 1
     for part in ("What the ingredients of MisConv+ are worth", "What was decided", "Where it ran", "How to repeat it"):
@@ -391,7 +391,7 @@ def test_the_page_needs_records(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no records in .*; run `misconv table 1` first"):
         write_page(tmp_path, {"records": []})
     (tmp_path / "results" / "0.json").write_text("{")
-    page = runpy.run_path(str(ROOT / "docs" / "results.py"))
+    page = runpy.run_path(str(ROOT / "tools" / "results.py"))
     with pytest.raises(SystemExit, match="0.json is not JSON"):
         page["main"](["--results", str(tmp_path / "results"), "--out", str(tmp_path)])
     assert [path.name for path in tmp_path.iterdir()] == ["results"]
@@ -402,13 +402,13 @@ def test_the_page_needs_records(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def published() -> list[Record]:
-    files = sorted((ROOT / "src" / "misconv" / "paper" / "results").glob("*.json"))
+    files = sorted((ROOT / "results").glob("*.json"))
     return [record for file in files for record in json.loads(file.read_text(encoding="utf-8"))["records"]]
 
 
 def test_the_page_shows_what_is_published() -> None:
-    page = runpy.run_path(str(ROOT / "docs" / "results.py"))
-    sources = page["read"](ROOT / "src" / "misconv" / "paper" / "results")
+    page = runpy.run_path(str(ROOT / "tools" / "results.py"))
+    sources = page["read"](ROOT / "results")
     names = (*page["FIGURES"], "results.png", "ablation.png")
     pictures = {name: (ROOT / "docs" / "pictures" / name).exists() for name in names}
     assert all(pictures.values())

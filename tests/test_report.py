@@ -20,8 +20,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from misconv import _pictures, _places, data, demo, missing, report
-from misconv.demo import Demo, Density, Method
+from misconv import data, missing
+from misconv._store import places as _places
+from misconv.demo import experiment as demo
+from misconv.demo import report
+from misconv.demo.experiment import Demo, Density, Method
+from misconv.paper import pictures as _pictures
 
 TINY = {"images": 200, "train": 120, "validation": 30, "dmfa_epochs": 2, "classifier_epochs": 1, "seeds": 2}
 SECTIONS = [
@@ -79,7 +83,7 @@ def test_the_page_has_every_section_method_and_density(result: Demo, tmp_path: P
     for method in result.methods:
         assert f"{100 * method.mean:.1f} ± {100 * method.deviation:.1f}" in page.words
     assert report.verdict(result).replace(" %", "\xa0%").replace("k-NN", "k\u2011NN") in page.words
-    assert "misconv.demo.run(seed=0" in page.words  # TINY is not what the command does
+    assert "misconv.demo.experiment.run(seed=0" in page.words  # TINY is not what the command does
 
 
 def test_the_page_tells_the_command_that_makes_it_again(result: Demo, tmp_path: Path) -> None:

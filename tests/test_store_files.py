@@ -19,7 +19,8 @@ import pytest
 import torch
 from torch import nn
 
-from misconv import MisConv2d, _files, store
+from misconv import MisConv2d, store
+from misconv._store import files as _files
 from tests import damage
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pipes, links, locks and permissions of POSIX")
@@ -287,7 +288,8 @@ def test_many_threads_write_one_file(tmp_path: Path, temporary: str) -> None:
 # A process that forks writers and kills them; it alone imports torch, which takes longer than all the rest.
 KILLER = """
 import os, random, signal, sys, time, torch
-from misconv import _files, store
+from misconv import store
+from misconv._store import files as _files
 torch.set_num_threads(1)
 path, kind, kills = sys.argv[1], sys.argv[2], int(sys.argv[3])
 if kind == "named": _files._open_anonymous = lambda folder: None

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations, prune
 from torchvision import tv_tensors
 
 from misconv import SMFA, ConvDMFA, LinearDMFA, MisConv2d, PartialConv2d, convert, fit_density, impute, store
-from misconv._builder import _LAYERS
+from misconv._store.builder import _LAYERS
 from tests import damage
 from tests.reference import random_mfa
 

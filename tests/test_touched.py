@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
 
-from misconv import MFA, MisConv2d, _touched, missing
-from misconv._path import plain
+from misconv import MFA, MisConv2d, missing
+from misconv._backend import plain
+from misconv._conv import touched as _touched
 from misconv.functional import expected_activation, expected_conv2d, fixed_batch_norm, respond
 from tests.reference import random_mfa, tolerance
 from tests.strategies import Case, cases

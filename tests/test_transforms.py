@@ -19,7 +19,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from misconv import missing, observe
-from misconv._transform_kernels import KERNELS, NATIVE, refuse
+from misconv._transforms.kernels import KERNELS, NATIVE, refuse
 from misconv.transforms import Incomplete
 
 BILINEAR = v2.InterpolationMode.BILINEAR

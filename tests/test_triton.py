@@ -14,17 +14,18 @@ from torch import Tensor, nn
 
 import misconv
 from misconv import MFA, functional
-from misconv._expectations import expectation
-from misconv._path import fall_back
+from misconv._backend import fall_back
+from misconv._math.expectations import expectation
 
 pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
 
-from misconv import _triton, _triton_launch
-from misconv._triton_expectations import activation as plain_activation
-from misconv._triton_expectations import expected, slopes
+from misconv._triton import operator as _triton
+from misconv._triton import plan as _triton_launch
+from misconv._triton.expectations import activation as plain_activation
+from misconv._triton.expectations import expected, slopes
 
 # Relative error of norms against float64: what float32 sums allow.
 BOUND = 1e-6
@@ -446,11 +447,11 @@ def test_wrong_arguments_are_left_to_the_plain_path_to_explain() -> None:
 
 
 def test_the_plain_path_can_be_forced() -> None:
-    assert not misconv._path.is_plain()
+    assert not misconv._backend.is_plain()
     with misconv.plain(), misconv.plain():
-        assert misconv._path.is_plain()
-    assert not misconv._path.is_plain()
-    code = "from misconv._path import is_plain; print(is_plain())"
+        assert misconv._backend.is_plain()
+    assert not misconv._backend.is_plain()
+    code = "from misconv._backend import is_plain; print(is_plain())"
     for value, answer in (("1", "True"), ("0", "False"), ("", "False")):
         environment = os.environ | {"MISCONV_PLAIN": value}
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -462,7 +463,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
-from misconv import _triton_launch as launch
+from misconv._triton import plan as launch
 
 def plans():
     for kernel, stride, out, groups in ((7, 2, 64, 1), (3, 1, 32, 1)):

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from misconv import MFA, _likelihood, _path
+from misconv import MFA
+from misconv import _backend as _path
+from misconv._math import likelihood as _likelihood
 from tests.reference import random_mfa, tolerance
 
 pytest.importorskip("triton")
-_triton_score = pytest.importorskip("misconv._triton_score")
+_triton_score = pytest.importorskip("misconv._triton.score")
 
 FLOOR = _likelihood.NOISE_FLOOR
 NAMES = ("logits", "means", "factors", "noise", "x")

@@ -16,7 +16,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from misconv import MFA, SMFA, ConvDMFA, LinearDMFA, _likelihood, impute
+from misconv import MFA, SMFA, ConvDMFA, LinearDMFA, impute
+from misconv._math import likelihood as _likelihood
 from tests.reference import covariance, dense_condition, dense_log_prob, random_mfa
 from tests.strategies import mfas, observations
 
@@ -195,7 +196,7 @@ def kernels(request: pytest.FixtureRequest) -> Any:
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET", "0") != "1" and request.config.getoption("--device") == "cpu":
         pytest.skip("without a GPU, Triton runs in its interpreter alone: TRITON_INTERPRET=1")
-    return pytest.importorskip("misconv._triton_score")
+    return pytest.importorskip("misconv._triton.score")
 
 
 @pytest.mark.parametrize("rank", [0, 3])

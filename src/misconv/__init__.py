@@ -10,7 +10,8 @@ torch.Size([50, 16, 8, 8])
 from typing import TYPE_CHECKING, Any
 
 from misconv import functional, impute, missing
-from misconv._path import plain
+from misconv._backend import plain
+from misconv._version import __version__
 from misconv.convert import convert
 from misconv.density import SMFA, ConvDMFA, LinearDMFA
 from misconv.layers import MisConv2d, PartialConv2d
@@ -29,6 +30,7 @@ __all__ = [
     "LinearDMFA",
     "MisConv2d",
     "PartialConv2d",
+    "__version__",
     "convert",
     "fit_density",
     "functional",
@@ -40,7 +42,6 @@ __all__ = [
     "predictive",
     "save",
 ]
-__version__ = "0.1.0.dev0"
 
 # The core imports with torch and numpy alone; what needs more is imported when it is asked for.
 _LAZY = {"fit_density": "training", "load": "store", "save": "store"}

@@ -89,7 +89,7 @@ def _spelled(error: UnicodeError) -> tuple[str, int]:
 
 def _version(asked: bool) -> None:
     if asked:
-        from misconv import __version__
+        from misconv._version import __version__
 
         typer.echo(f"misconv {__version__}")
         raise typer.Exit
@@ -122,8 +122,7 @@ def demo(
     with _interruptible("stopped before the report was written"):
         import torch
 
-        from misconv import report
-        from misconv.demo import run
+        from misconv.demo import report, run
 
         with _told(OSError):
             report.check_folder(out, overwrite=overwrite)
@@ -156,7 +155,7 @@ def bench(
     if seed is not None and not 0 <= seed <= LARGEST_SEED:
         raise _stop(f"--seed must lie between 0 and {LARGEST_SEED}, got {seed}")
     with _interruptible("stopped before the numbers were written"):
-        from misconv import bench as benchmark
+        from misconv.bench import command as benchmark
 
         try:
             where, sections = benchmark.choose(device, only or [], out)
@@ -205,7 +204,7 @@ def table(
     What that needs is trained, and goes on where it was stopped.
     """
     with _interruptible("stopped; call it again to go on where it was"), _told(OSError), _told(ImportError):
-        from misconv import bench as benchmark
+        from misconv.bench import command as benchmark
         from misconv.paper import command
 
         try:

@@ -13,12 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from misconv._backend import plain
 from misconv._checks import check_images, check_observed, check_seen_finite, describe, readable
-from misconv._follow import SyncBatchNorm, answer, mark
-from misconv._path import plain
-from misconv._search import Search, as_tree, find
-from misconv._stem import Response, Stem
-from misconv._tracker import Tracker
+from misconv._convert import Response, Search, Stem, SyncBatchNorm, Tracker, answer, as_tree, find, mark
 from misconv.mfa import MFA
 
 __all__ = ["Converted", "convert"]

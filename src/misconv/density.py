@@ -14,20 +14,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from misconv import _em, _em_data
 from misconv._checks import check_images, check_observed, check_seed, check_size, describe
-from misconv._density_network import (
+from misconv._density import (
     MOST_WEIGHTS,
+    Batches,
     Network,
+    Parameters,
+    Statistics,
+    Units,
     add_blocks,
+    add_over_processes,
     check_devices,
     check_floor,
     check_rank,
+    check_representable,
     check_shape,
     check_sizes,
+    collect,
     head,
+    maximize,
+    measure,
+    pairs,
     part_components,
     result_type,
+    some,
+    start,
 )
 from misconv.mfa import MFA
 
@@ -220,8 +231,8 @@ class SMFA(nn.Module):
         self.history: list[float] = []
         self.floor = 0.0
         # What EM works on: float64, in units of the data; None before `begin`.
-        self._exact: _em.Parameters | None = None
-        self._units: _em_data.Units | None = None
+        self._exact: Parameters | None = None
+        self._units: Units | None = None
         for name in ("logits", "means", "factors", "noise"):
             self.register_buffer(name, None)
         if shape is not None:
@@ -249,7 +260,7 @@ class SMFA(nn.Module):
 
     def fit(
         self,
-        x: Tensor | _em_data.Batches,
+        x: Tensor | Batches,
         observed: Tensor | None = None,
         *,
         iterations: int = 50,
@@ -288,7 +299,7 @@ class SMFA(nn.Module):
                 f"on_iteration must be a function of (number, log-likelihood), got {describe(on_iteration)}"
             )
         self.begin(x, observed, noise_floor=noise_floor, seed=seed)
-        memory: _em.Statistics | None = None
+        memory: Statistics | None = None
         for number in range(1, iterations + 1):
             memory = self.iterate(x, observed, minibatch=minibatch, memory=memory, seed=int(seed) + number)
             if on_iteration is not None:
@@ -304,31 +315,31 @@ class SMFA(nn.Module):
 
     @torch.no_grad()
     def begin(
-        self, x: Tensor | _em_data.Batches, observed: Tensor | None = None, *, noise_floor: float = 1e-3, seed: int = 0
+        self, x: Tensor | Batches, observed: Tensor | None = None, *, noise_floor: float = 1e-3, seed: int = 0
     ) -> None:
         """Measure every pixel, then start from k-means over the seen pixels of up to 2,000 images."""
         check_floor(noise_floor)
         seed = check_seed("seed", seed)
         device = None if self.means is None else self.means.device
-        units, images, total, like = _em_data.measure(x, observed, device)
+        units, images, total, like = measure(x, observed, device)
         if total < self.components:
             raise ValueError(f"x must hold at least as many images as components, {self.components}, got {total}")
-        _em_data.check_representable(units.scale, noise_floor, like.dtype if self.means is None else self.means.dtype)
+        check_representable(units.scale, noise_floor, like.dtype if self.means is None else self.means.dtype)
         self._allocate(tuple(like.shape[1:]), like.dtype, like.device)
         self._units, self.floor, self.history = units, noise_floor, []
-        chosen, mask = _em_data.some(self._standardized(x, observed), images, units.center, limit=2000, seed=seed)
-        self._keep(_em.start(chosen, mask, self.components, self.rank, self.floor, seed))
+        chosen, mask = some(self._standardized(x, observed), images, units.center, limit=2000, seed=seed)
+        self._keep(start(chosen, mask, self.components, self.rank, self.floor, seed))
 
     @torch.no_grad()
     def iterate(
         self,
-        x: Tensor | _em_data.Batches,
+        x: Tensor | Batches,
         observed: Tensor | None = None,
         *,
         minibatch: int | None = None,
-        memory: _em.Statistics | None = None,
+        memory: Statistics | None = None,
         seed: int = 0,
-    ) -> _em.Statistics | None:
+    ) -> Statistics | None:
         """One pass over the data; adds the mean log-likelihood of an image, before its updates, to `history`.
 
         Returns:
@@ -336,13 +347,13 @@ class SMFA(nn.Module):
         """
         p, _ = self._working()
         if minibatch is None:
-            sums: _em.Statistics | None = None
+            sums: Statistics | None = None
             for flat, mask in self._standardized(x, observed):
                 part = self._collect(p, flat, mask)
                 sums = part if sums is None else sums + part
             assert sums is not None
-            _em_data.add_over_processes(*vars(sums).values())
-            self._keep(_em.maximize(p, sums, self.floor))
+            add_over_processes(*vars(sums).values())
+            self._keep(maximize(p, sums, self.floor))
             self.history.append(float(sums.likelihood / sums.images))
             return None
         check_size("minibatch", minibatch)
@@ -351,13 +362,13 @@ class SMFA(nn.Module):
         likelihood, images = 0.0, 0.0
         for flat, mask in self._standardized(x, observed, minibatch, seed):
             part = self._collect(p, flat, mask)
-            _em_data.add_over_processes(*vars(part).values())
+            add_over_processes(*vars(part).values())
             likelihood, images = likelihood + float(part.likelihood), images + float(part.images)
-            average = _em.Statistics(*(value / part.images for value in vars(part).values()))
+            average = Statistics(*(value / part.images for value in vars(part).values()))
             step += 1
             # Robbins–Monro: steps whose sum is infinite and whose squares' sum is not.
             memory = average if memory is None else memory.blend(average, (step + 1) ** -0.6)
-            p = _em.maximize(p, memory, self.floor)
+            p = maximize(p, memory, self.floor)
             memory.images.fill_(1.0)
         assert memory is not None
         self._keep(p)
@@ -382,24 +393,24 @@ class SMFA(nn.Module):
         logits, means, factors, noise, center, scale, seen = (
             tensors[f"em.{name}"].to(self.means.device) for name in names
         )
-        self._units = _em_data.Units(center, scale, float(seen))
+        self._units = Units(center, scale, float(seen))
         self.history, self.floor = list(history), floor
-        self._keep(_em.Parameters(logits, means, factors, noise))
+        self._keep(Parameters(logits, means, factors, noise))
 
     def _standardized(
-        self, x: Tensor | _em_data.Batches, observed: Tensor | None, size: int | None = None, seed: int | None = None
+        self, x: Tensor | Batches, observed: Tensor | None, size: int | None = None, seed: int | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches (N, n) in float64: values in units of the data, zero where not observed; and observed."""
-        units = cast(_em_data.Units, self._units).to(self.means.device)
-        for chunk, seen in _em_data.pairs(x, observed, size, seed, self.means.device):
+        units = cast(Units, self._units).to(self.means.device)
+        for chunk, seen in pairs(x, observed, size, seed, self.means.device):
             if chunk.shape[1:] != self.means.shape[1:]:
                 raise ValueError(f"x must hold images of {tuple(self.means.shape[1:])}, got {describe(chunk)}")
             yield units.apply(chunk, seen)
 
-    def _collect(self, p: _em.Parameters, flat: Tensor, mask: Tensor) -> _em.Statistics:
+    def _collect(self, p: Parameters, flat: Tensor, mask: Tensor) -> Statistics:
         """The E-step, with the log-likelihood in the units of the images."""
-        part = _em.collect(p, flat, mask)
-        part.likelihood -= (mask @ cast(_em_data.Units, self._units).scale.to(flat.device).log()).sum()
+        part = collect(p, flat, mask)
+        part.likelihood -= (mask @ cast(Units, self._units).scale.to(flat.device).log()).sum()
         return part
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -420,7 +431,7 @@ class SMFA(nn.Module):
         self.factors = zeros(self.components, self.rank, *shape)
         self.noise = torch.ones_like(self.means)
 
-    def _keep(self, p: _em.Parameters) -> None:
+    def _keep(self, p: Parameters) -> None:
         """Store EM's parameters in the units and type of the images, and as they are for the next iteration."""
         self._exact, (_, units) = p, self._working(p)
         self.logits.copy_(p.logits)
@@ -428,7 +439,7 @@ class SMFA(nn.Module):
         self.factors.copy_((units.scale * p.factors).view(self.factors.shape))
         self.noise.copy_((units.scale.square() * p.noise).view(self.noise.shape))
 
-    def _working(self, p: _em.Parameters | None = None) -> tuple[_em.Parameters, _em_data.Units]:
+    def _working(self, p: Parameters | None = None) -> tuple[Parameters, Units]:
         """EM's parameters and units, where the module is."""
         p = p or self._exact
         if p is None or self._units is None:

@@ -6,16 +6,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from misconv import _touched
-from misconv._batch_norm import Affine as Affine
-from misconv._batch_norm import batch_norm_moments, first_response
-from misconv._batch_norm import fixed_batch_norm as fixed_batch_norm
-from misconv._batch_norm import sync_group as sync_group
+from misconv._backend import HAS_TRITON, by_itself, is_plain
 from misconv._checks import check_dense, check_images, check_observed, check_seen_finite, describe, readable
-from misconv._conv_checks import check_convolution, check_flag, check_geometry, check_weight, check_windows
-from misconv._expectations import Activation, deviation, expectation, expectation_of_spread, weighted_mean
-from misconv._padding import Padding, Pair, border_noise, margins
-from misconv._path import HAS_TRITON, by_itself, is_plain
+from misconv._conv import Affine as Affine
+from misconv._conv import (
+    batch_norm_moments,
+    check_convolution,
+    check_flag,
+    check_geometry,
+    check_weight,
+    check_windows,
+    first_response,
+)
+from misconv._conv import fixed_batch_norm as fixed_batch_norm
+from misconv._conv import sync_group as sync_group
+from misconv._conv import touched as _touched
+from misconv._math import (
+    Activation,
+    Padding,
+    Pair,
+    border_noise,
+    deviation,
+    expectation,
+    expectation_of_spread,
+    margins,
+    weighted_mean,
+)
 from misconv.mfa import MFA
 
 __all__ = ["batch_norm_moments", "conv2d_moments", "expected_activation", "expected_conv2d", "partial_conv2d"]

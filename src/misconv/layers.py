@@ -13,9 +13,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from misconv._checks import describe
-from misconv._conv_checks import check_layer, check_placed
-from misconv._expectations import Activation, activation_module
-from misconv._padding import Padding, Pair
+from misconv._conv import check_layer, check_placed
+from misconv._math import Activation, Padding, Pair, activation_module
 from misconv.functional import (
     Affine,
     batch_norm_moments,

@@ -15,10 +15,18 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from misconv._arguments import as_rows, generator_device
-from misconv._checks import check_images, check_mfa, check_observed, check_seen_finite, check_size, describe
-from misconv._likelihood import NOISE_FLOOR, full_precision, log_prob, score, wide_type
-from misconv._path import HAS_TRITON, by_itself, fall_back, is_plain
+from misconv._backend import HAS_TRITON, by_itself, fall_back, is_plain
+from misconv._checks import (
+    as_rows,
+    check_images,
+    check_mfa,
+    check_observed,
+    check_seen_finite,
+    check_size,
+    describe,
+    generator_device,
+)
+from misconv._math import NOISE_FLOOR, full_precision, log_prob, score, wide_type
 
 __all__ = ["MFA"]
 
@@ -155,9 +163,9 @@ class MFA:
         scored = self._check_pixels(x, where, "where")
         tensors = (*self._parameters(), x, None if where is None else scored, self.observed)
         if self._fused(x):
-            from misconv import _triton_score
+            from misconv import _triton
 
-            return _triton_score.log_prob(*tensors, floor=NOISE_FLOOR, plain=log_prob)
+            return _triton.log_prob(*tensors, floor=NOISE_FLOOR, plain=log_prob)
         return log_prob(*tensors)
 
     def condition(self, x: Tensor, observed: Tensor) -> MFA:
@@ -182,10 +190,10 @@ class MFA:
         observed = self._check_pixels(x, observed, "observed")
         known = observed if self.observed is None else observed | self.observed
         if self._fused(x, gradients=False):
-            from misconv import _triton_score
+            from misconv import _triton
 
             tensors = (*self._parameters(), x, observed, self.observed)
-            logits, means, factors = _triton_score.condition(*tensors, floor=NOISE_FLOOR)
+            logits, means, factors = _triton.condition(*tensors, floor=NOISE_FLOOR)
             return MFA(logits, means, factors, self.noise, known, check=False)
         fresh = observed if self.observed is None else observed & ~self.observed
         likelihood, root_inverse, latent = score(self.means, self.factors, self.noise, x, fresh)

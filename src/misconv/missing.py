@@ -14,8 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from misconv._arguments import INTEGERS, generator_device, read_images
-from misconv._checks import check_fraction, check_images, check_seen_finite, check_size, describe
+from misconv._checks import (
+    INTEGERS,
+    check_fraction,
+    check_images,
+    check_seen_finite,
+    check_size,
+    describe,
+    generator_device,
+    read_images,
+)
 
 __all__ = ["channels", "free_form", "hide", "noise", "observe", "square", "stripes", "trapezoid"]
 

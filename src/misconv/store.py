@@ -13,10 +13,24 @@ from typing import Any
 from torch import Tensor, nn
 
 from misconv._checks import describe
-from misconv._description import describe_model, rebuild
-from misconv._files import AnyPath, check_path, open_regular, shown, write_bytes, write_parts
-from misconv._format import check_storable, pack, unpack
-from misconv._restore import fill, is_channels_last, lay_out, share, unchanged_on_failure
+from misconv._store import (
+    AnyPath,
+    check_path,
+    check_storable,
+    describe_model,
+    fill,
+    is_channels_last,
+    lay_out,
+    open_regular,
+    pack,
+    rebuild,
+    share,
+    shown,
+    unchanged_on_failure,
+    unpack,
+    write_bytes,
+    write_parts,
+)
 
 __all__ = ["load", "read", "save", "write", "write_bytes"]
 

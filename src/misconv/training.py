@@ -1,6 +1,6 @@
 """Training on Lightning Fabric: densities on incomplete images, classifiers on what a density says.
 
-Devices, precision and processes are Fabric's arguments; the loop is that of `misconv._engine`.
+Devices, precision and processes are Fabric's arguments; the loop is that of `misconv._train.engine`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from misconv._checkpoint import Checkpoint, check_place
 from misconv._checks import check_size, describe
-from misconv._engine import Job, Rate, Record, train
-from misconv._identity import identify_module
-from misconv._jobs import as_floats, classifier_job, density_job
-from misconv._loan import check_trainable, gpu_of
-from misconv._processes import on_first
-from misconv._session import check_fabric, one_device, progress_bar
+from misconv._train import (
+    Checkpoint,
+    Job,
+    Rate,
+    Record,
+    as_floats,
+    check_fabric,
+    check_place,
+    check_trainable,
+    classifier_job,
+    density_job,
+    gpu_of,
+    identify_module,
+    on_first,
+    one_device,
+    progress_bar,
+    train,
+)
 from misconv.density import SMFA
 from misconv.mfa import MFA
 from misconv.missing import square

@@ -22,7 +22,7 @@ try:
     from torchvision import tv_tensors
     from torchvision.transforms.v2 import functional as F
 
-    from misconv._transform_kernels import KERNELS, NATIVE, refuse
+    from misconv._transforms import KERNELS, NATIVE, refuse
 except ImportError as error:
     raise ImportError("transforms need torchvision: pip install 'misconv[vision]'") from error
 

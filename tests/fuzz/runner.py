@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from misconv._provenance import commit, device_name, versions
+from misconv._store.provenance import commit, device_name, versions
 from tests.fuzz.outcome import Outcome, failure
 
 # Kinds, and how many cases a process does at once: about a second's worth.
@@ -195,7 +195,7 @@ def summary(tallies: dict[str, Tally]) -> str:
 
 
 def record(tallies: dict[str, Tally], device: str, seconds: float) -> dict[str, Any]:
-    """What a run was and what came of it, as JSON; `docs/trust.py` makes a table of such records."""
+    """What a run was and what came of it, as JSON; `tools/trust.py` makes a table of such records."""
     where = torch.device(device)
     kinds = {}
     for kind, tally in tallies.items():

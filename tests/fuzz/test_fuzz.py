@@ -108,14 +108,14 @@ def test_a_failure_is_told_with_the_line_that_repeats_it(leak: None, capsys: pyt
 
 
 def test_the_page_says_what_the_records_say() -> None:
-    trust = runpy.run_path(str(ROOT / "docs" / "trust.py"))
+    trust = runpy.run_path(str(ROOT / "tools" / "trust.py"))
     page = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
-    assert trust["fill"](page, trust["load"](ROOT / "tests" / "fuzz" / "results")) == page
+    assert trust["fill"](page, trust["load"](ROOT / "results" / "fuzz")) == page
     assert set(trust["KINDS"]) == set(runner.KINDS)
 
 
 def test_records_of_several_runs_are_added_up_once(tmp_path: Path) -> None:
-    trust = runpy.run_path(str(ROOT / "docs" / "trust.py"))
+    trust = runpy.run_path(str(ROOT / "tools" / "trust.py"))
     record = runner.record({"leak": runner.run_many("leak", 0, 2)}, "cpu", 1.0)
     (tmp_path / "a.json").write_text(json.dumps(record))
     record["device"] = "NVIDIA H200"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from misconv import missing
-from misconv._jobs import as_floats
+from misconv._train import as_floats
 from misconv.mfa import MFA
 from misconv.paper.inputs import Incomplete, Remembered
 

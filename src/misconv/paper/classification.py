@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from misconv import impute, missing, store
-from misconv._engine import Job, train
-from misconv._jobs import classifier_job, count_right
-from misconv._provenance import commit, device_name, versions
+from misconv._store import commit, device_name, versions
+from misconv._train import Job, classifier_job, count_right, train
 from misconv.data import ImageSet
 from misconv.density import SMFA, ConvDMFA
 from misconv.layers import MisConv2d

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from misconv import bench, data, store
-from misconv._places import check_new_or_ours, read_json, try_place
-from misconv._session import one_device
+from misconv import data, store
+from misconv._store import check_new_or_ours, read_json, try_place
+from misconv._train import one_device
+from misconv.bench import command as bench
 from misconv.paper import tables
 from misconv.paper.cache import Cache
 from misconv.paper.classification import METHODS, SETTINGS, SHAPES, Experiment

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from misconv import missing
-from misconv._engine import Job
-from misconv._jobs import density_job, falling
+from misconv._train import Job, density_job, falling
 from misconv.density import SMFA, ConvDMFA, LinearDMFA
 from misconv.paper.inputs import Incomplete
 
@@ -21,7 +20,7 @@ __all__ = ["job_of", "make_density", "rates", "several"]
 
 
 def job_of(density: nn.Module, chosen: dict[str, Any], data: Incomplete, fabric: Fabric) -> Job:
-    """The training of a density network on incomplete images, for `misconv._engine.train`."""
+    """The training of a density network on incomplete images, for `misconv._train.engine.train`."""
     return density_job(
         density, data.images, data.observed, fabric, batch_size=chosen["batch_size"], learning_rate=rates(chosen),
         mse_epochs=chosen["mse_epochs"], clip=chosen.get("clip", 5.0),

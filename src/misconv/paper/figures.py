@@ -160,7 +160,7 @@ def _picture(axes: Axes, image: Tensor, hidden: Tensor | None = None, *, gone: b
 
 def _rgb(image: Tensor) -> Tensor:
     """(C, H, W) → (H, W, 3), from 0 to 255."""
-    from misconv._pictures import INK
+    from misconv.paper.pictures import INK
 
     image = image.clamp(0, 1).nan_to_num(0)
     if len(image) == 3:
@@ -171,7 +171,7 @@ def _rgb(image: Tensor) -> Tensor:
 
 def _stripes(height: int, width: int) -> Tensor:
     """The look of missing pixels, (height, width, 3)."""
-    from misconv._pictures import MISSING
+    from misconv.paper.pictures import MISSING
 
     ground, stripe = (torch.tensor(colour, dtype=torch.float64, device="cpu") for colour in MISSING)
     rows, columns = (torch.arange(n, device="cpu") for n in (height, width))
@@ -190,7 +190,7 @@ def _outline(axes: Axes, hidden: Tensor) -> None:
     """A thin line between the hidden pixels (H, W) and the others."""
     from matplotlib.collections import LineCollection
 
-    from misconv._pictures import MISSING
+    from misconv.paper.pictures import MISSING
 
     inside = F.pad(hidden.int(), (1, 1, 1, 1))  # beyond the edge there is nothing to hide
     across, down = inside[1:-1].diff(dim=1), inside[:, 1:-1].diff(dim=0)
@@ -248,7 +248,7 @@ def _bar(axes: Axes, colours: str, low: float, high: float, name: str = "", *, c
 def _colours(name: str) -> Any:
     from matplotlib.colors import LinearSegmentedColormap
 
-    from misconv import _pictures
+    from misconv.paper import pictures as _pictures
 
     return LinearSegmentedColormap.from_list(name, [[c / 255 for c in stop] for stop in getattr(_pictures, name)])
 

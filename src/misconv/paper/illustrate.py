@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from misconv import impute, missing, store
-from misconv._jobs import as_floats
+from misconv._train import as_floats
 from misconv.data import ImageSet
 from misconv.layers import MisConv2d
 from misconv.mfa import MFA

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from misconv import impute
-from misconv._jobs import as_floats
+from misconv._train import as_floats
 from misconv.mfa import MFA
 
 __all__ = ["Incomplete", "Remembered", "complete", "filled", "of_method", "point", "zeros_and_mask"]

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from misconv import impute
-from misconv._engine import train
-from misconv._jobs import classifier_job, falling
+from misconv._train import classifier_job, falling, train
 from misconv.mfa import MFA
 from misconv.paper.augment import EXTRA, Augmented, Versions
 from misconv.paper.classification import VALIDATION, Experiment

@@ -1,7 +1,7 @@
 """The numbers printed in Przewięźlikowski et al., "MisConv: Convolutional Neural Networks for Missing Data" (2022).
 
 As they stand there, by the number of the table. The paper's "MisConv" is MisConv with DMFA. Tables 3, 4 and 5 are about
-generation and are not here; Table 10 stands beside the measurements in `misconv.bench`.
+generation and are not here; Table 10 stands beside the measurements in `misconv.bench.command`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,18 @@
+"""Follow an image through a network and find its stem."""
+
+from misconv._convert.follow import SyncBatchNorm, answer, mark
+from misconv._convert.search import Search, as_tree, find
+from misconv._convert.stem import Response, Stem
+from misconv._convert.tracker import Tracker
+
+__all__ = [
+    "Response",
+    "Search",
+    "Stem",
+    "SyncBatchNorm",
+    "Tracker",
+    "answer",
+    "as_tree",
+    "find",
+    "mark",
+]

@@ -1,0 +1,331 @@
+"""Following a network through its stem: what a function of torch returns that reads a stand-in.
+
+The image is answered for in `_follow_image`; here are its convolution, and what lies between it and the activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from misconv._convert import image as _image
+from misconv._convert.follow_image import (
+    answer_image,
+    by_checkpoint,
+    in_backward,
+    operands_of,
+    plain_name,
+    unfollowed,
+    works_in_place,
+)
+from misconv._convert.image import Image
+from misconv._convert.stem import ALIASES, POINTWISE, Response, batch_norm, build_activation, convolve, operate
+from misconv._convert.tracker import Done, Tracker, among, has_tensor, substituted, tensors_in
+from misconv._math import Activation
+
+__all__ = ["SyncBatchNorm", "answer", "mark"]
+
+
+def answer(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function returns that may read stand-ins."""
+    records = [(tensor, tracker.record(tensor)) for tensor in tensors_in((args, kwargs))]
+    done = [(tensor, record.result) for tensor, record in records if isinstance(record, Done)]
+    if done:
+        args, kwargs = substituted((args, kwargs), lambda tensor: _or_else(among(done, tensor), tensor))
+        return func(*args, **kwargs)
+    for tensor, record in records:
+        if isinstance(record, Response):
+            return _answer_response(tracker, tensor, record, func, args, kwargs)
+    images: list[tuple[Tensor, Image]] = []
+    for tensor, record in records:
+        if isinstance(record, Image) and among(images, tensor) is None:
+            images.append((tensor, record))
+    if not images:
+        return tracker.call(func, args, kwargs)
+    first = args[0] if args else kwargs.get("input")
+    image = among(images, first)
+    if func is F.conv2d and image is not None and not image.dropped:
+        return _convolve(tracker, image, func, args, kwargs)
+    return answer_image(tracker, images, func, args, kwargs)
+
+
+def _or_else(value: Tensor | None, default: Tensor) -> Tensor:
+    return default if value is None else value
+
+
+# Convolution ---------------------------------------------------------------------------------------------------------
+
+
+def _convolve(tracker: Tracker, image: Image, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    more = dict(zip(names, args, strict=False)) | kwargs
+    tensor: Tensor = more.pop("input")
+    tracker.calls += 1
+    if tracker.stem is not None and not _is_stem(tracker, more["weight"]):
+        return unfollowed(tracker, [(tensor, image)], func, args, kwargs, tracker.call(func, args, kwargs))
+    reason = image.pixels.spoiled
+    if image.pixels.mode != "constant" and more.get("padding", 0) not in (0, (0, 0), [0, 0], (0,), "valid"):
+        reason = f"padding with {image.pixels.mode} and then with zeros, by the convolution itself,"
+    if reason is not None:
+        if tracker.stem is not None:
+            raise RuntimeError(f"the stem {tracker.stem} cannot be followed any more: {reason} changes the image")
+        tracker.note(image, "conv2d", "spoiled", reason=reason)
+        return tracker.call(func, args, kwargs)
+    if image.recomputed and tracker.image_connected and tracker.has_gradients():
+        raise RuntimeError(
+            "an activation checkpoint with use_reentrant=True around the stem cannot be followed where the image is "
+            "read elsewhere and has gradients, for they would be computed twice; pass use_reentrant=False"
+        )
+    mean = tracker.p.mean
+    mean = mean.detach() if tracker.detaches and mean.requires_grad else mean
+    response = Response(convolve(tracker.p, image, tracker.values(tensor), mean, **more))
+    if min(response.convolution.size) < 1:
+        raise ValueError(
+            f"x must be at least as large as the windows of the first convolution, {tuple(more['weight'].shape[2:])} "
+            f"with its padding and dilation, got images of {tuple(tracker.p.shape[-2:])}"
+        )
+    tracker.weight = more["weight"]
+    tracker.note(image, "conv2d", "convolution", result=response)
+    return _proceed(tracker, None, response, lambda: tracker.call(func, args, kwargs))
+
+
+def _is_stem(tracker: Tracker, weight: Tensor) -> bool:
+    """Whether this is the convolution that was found, and not another one that reads the image."""
+    assert tracker.stem is not None
+    if tracker.stem.calls == 1 or tracker.calls == 1:
+        return True
+    if not in_backward():
+        return False
+    # Computed again for the backward pass, so the order does not tell.
+    if not isinstance(weight, nn.Parameter):
+        raise RuntimeError(
+            "activation checkpointing around several convolutions of the image, with weights that are computed, cannot "
+            "be followed; checkpoint what comes after the stem"
+        )
+    return weight is tracker.weight
+
+
+# Between convolution and activation ----------------------------------------------------------------------------------
+
+
+def _answer_response(
+    tracker: Tracker, tensor: Tensor, response: Response, func: Any, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    name = plain_name(func)
+    operands, _ = operands_of(args, kwargs)
+    first = operands[0] if operands else None
+    response = _recorded(tracker, tensor, response)
+    if first is tensor and name in ALIASES and (name != "detach" or by_checkpoint()):
+        return _alias(tracker, tensor, response, func, args, kwargs)
+    step = _step(tensor, response, func, args, kwargs)
+    if step is not None:
+        tracker.note(response, name, "norm" if func in (F.batch_norm, sync_batch_norm) else "affine", result=step)
+        in_place = tensor if works_in_place(func, args, kwargs) else None
+        return _proceed(tracker, in_place, step, lambda: tracker.call(func, args, kwargs))
+    if first is tensor and name in POINTWISE and _is_activation(tracker, name):
+        return _activate(tracker, tensor, response, func, args, kwargs)
+    if _is_named_end(tracker, tensor, func, args):
+        return (_end(tracker, response, tracker.activation),)
+    return _read(tracker, tensor, response, func, args, kwargs)
+
+
+def _recorded(tracker: Tracker, tensor: Tensor, response: Response) -> Response:
+    """A response as its convolution was computed: with or without gradients."""
+    convolution = response.convolution
+    if convolution.with_gradients or not torch.is_grad_enabled():
+        return response
+    if not tracker.values(tensor).requires_grad:  # under torch.no_grad()
+        return replace(response, convolution=convolution.detached())
+    # In a reentrant checkpoint, which computes it again. Parameters and the MFA itself have their gradients anyway.
+    leaves = (convolution.weight, *(() if convolution.bias is None else (convolution.bias,)))
+    if convolution.p is tracker.p and all(isinstance(leaf, nn.Parameter) for leaf in leaves):
+        return response
+    raise RuntimeError(
+        "an activation checkpoint with use_reentrant=True that ends between the convolution and its activation cannot "
+        "be followed here; let it hold both, or pass use_reentrant=False"
+    )
+
+
+def _step(tensor: Tensor, response: Response, func: Any, args: Any, kwargs: dict[str, Any]) -> Response | None:
+    """The response after a normalization or arithmetic per channel; None where the function is something else."""
+    name = plain_name(func)
+    operands, rest = operands_of(args, kwargs)
+    if func in (F.batch_norm, sync_batch_norm) and operands[0] is tensor:
+        return batch_norm(response, *args[1:], **{key: value for key, value in kwargs.items() if key != "input"})
+    places = [place for place, operand in enumerate(operands) if operand is tensor]
+    if name in _image.ARITHMETIC and len(places) == 1 and "out" not in rest:
+        return operate(response, func, name, operands, places[0], rest)
+    return None
+
+
+def _alias(tracker: Tracker, tensor: Tensor, response: Response, func: Any, args: Any, kwargs: Any) -> Any:
+    """A copy of a response, perhaps in another type or layout."""
+    name, layout = plain_name(func), _layout(func, args, kwargs)
+    result = tracker.call(func, args, kwargs)
+    if result is tensor and layout is None:
+        return tensor
+    if result.dtype == tensor.dtype and layout is None:
+        return tracker.track_response(result, response)
+    step = operate(response, func, name, list(args), 0, kwargs)
+    assert step is not None
+    step = replace(step, steps=response.steps)  # a cast is no step of its own
+    if layout is not None:
+        last = layout == torch.channels_last
+        step = replace(step, convolution=replace(step.convolution, channels_last=last))
+    tracker.note(response, name, "affine", result=step)
+    return tracker.track_response(result, step)
+
+
+def _layout(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.memory_format | None:
+    """The layout that a copy is asked to have; None where it keeps its own."""
+    default = torch.contiguous_format if plain_name(func) == "contiguous" else None
+    asked = kwargs.get("memory_format", next((a for a in args[1:] if isinstance(a, torch.memory_format)), default))
+    return None if asked == torch.preserve_format else asked
+
+
+def _read(tracker: Tracker, tensor: Tensor, response: Response, func: Any, args: Any, kwargs: Any) -> Any:
+    """A function that has no business with a response."""
+    name, stem = plain_name(func), tracker.stem
+    result = tracker.call(func, args, kwargs)
+    if not has_tensor(result) or name == "requires_grad":
+        return result
+    tracker.note(response, name, "other")
+    if stem is not None and not stem.kept and not stem.named:
+        raise RuntimeError(
+            f"the network did not run its stem {stem} as it did when it was converted: {name}() reads what lies "
+            "between convolution and activation; convert it again in the form it has now"
+        )
+    return tracker.values(result) if result is tensor and not works_in_place(func, args, kwargs) else result
+
+
+def _proceed(tracker: Tracker, in_place: Tensor | None, response: Response, native: Callable[[], Any]) -> Tensor:
+    """The stand-in for the response, or the end of the stem where it has no activation."""
+    stem = tracker.stem
+    if stem is None:
+        return tracker.track_response(native(), response)
+    if stem.activation is None and response.steps == stem.steps:
+        result = _end(tracker, response, None)
+        if in_place is not None:
+            tracker.track(in_place, Done(result))
+        return result
+    if in_place is not None and not stem.kept:
+        return tracker.track(in_place, response)
+    value = response.expect("identity") if stem.kept else _stand_in(tracker, response)
+    if in_place is not None:
+        tracker.call(Tensor.copy_, (in_place, value), {})
+        return tracker.track(in_place, response)
+    return tracker.track_response(value, response)
+
+
+def _stand_in(tracker: Tracker, response: Response) -> Tensor:
+    """A tensor of the right shape and type, which nobody should read.
+
+    Only an activation that the user has named does compute something with it, perhaps in place.
+    """
+    convolution, named = response.convolution, tracker.stem is not None and tracker.stem.named
+    weight = convolution.weight
+    kind = weight.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    value = torch.full((), 0.0 if named else torch.nan, dtype=dtype, device=weight.device)
+    parts = (weight, convolution.bias, convolution.p.means)
+    learns = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts)
+    if learns and tracker.table is None:
+        value.requires_grad_()  # as the response would, which matters to activation checkpoints
+    return value.expand(convolution.size).clone() if named else value.expand(convolution.size)
+
+
+# Activation ----------------------------------------------------------------------------------------------------------
+
+
+def _is_activation(tracker: Tracker, name: str) -> bool:
+    stem = tracker.stem
+    return stem is None or (name == stem.function and not stem.named)
+
+
+def _is_named_end(tracker: Tracker, tensor: Tensor, func: Any, args: Any) -> bool:
+    """Whether this is the end of an activation that the user has named (see `mark`)."""
+    named = tracker.stem is not None and tracker.stem.named
+    return named and func is torch.broadcast_tensors and args[-1] is tensor
+
+
+def _activate(tracker: Tracker, tensor: Tensor, response: Response, func: Any, args: Any, kwargs: Any) -> Any:
+    name = plain_name(func)
+    if tracker.stem is None:
+        tracker.note(response, name, "activation", (args, kwargs))
+        values = tracker.values(tracker.call(func, args, kwargs))
+        if works_in_place(func, args, kwargs):
+            tracker.track(tensor, Done(values))
+        return values
+    result = _end(tracker, response, _called_activation(tracker, name, args, kwargs))
+    if works_in_place(func, args, kwargs):
+        tracker.track(tensor, Done(result))
+    return result
+
+
+def _called_activation(tracker: Tracker, name: str, args: Any, kwargs: dict[str, Any]) -> Activation:
+    """The activation with the arguments of this call: they may depend on the mode that the network is in."""
+    called = build_activation(name, args, kwargs)
+    if called is None:
+        raise RuntimeError(f"the network calls {name}() as it did not when it was converted; convert it again")
+    # The one found at conversion, where it is the same: while torch compiles, modules had better be old ones.
+    known = tracker.activation
+    return known if known is not None and repr(known) == repr(called) else called
+
+
+def _end(tracker: Tracker, response: Response, activation: Activation | None) -> Tensor:
+    result = response.expect("identity" if activation is None else activation)
+    tracker.finished += 1
+    if tracker.outputs is not None:
+        tracker.outputs.append((response, result))
+    return result
+
+
+# An activation that the user has named: whatever it computes, its result is replaced by its expectation.
+
+
+def _replace_result(module: nn.Module, args: tuple[Any, ...], result: Tensor) -> Tensor:
+    # A function of torch that does nothing here, for all sizes are the same, but that is followed, compiled or not.
+    expected: Tensor = torch.broadcast_tensors(result, args[0])[0]
+    return expected
+
+
+def mark(module: nn.Module) -> None:
+    """Let the end of this activation be seen."""
+    module.register_forward_hook(_replace_result)
+
+
+# SyncBatchNorm -------------------------------------------------------------------------------------------------------
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """torch's SyncBatchNorm, which hides its work from torch functions where it takes statistics over processes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As in torch; statistics of a response are those of all completions, over all processes."""
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        group = self.process_group or (torch.distributed.group.WORLD if distributed else None)
+        several = distributed and torch.distributed.get_world_size(group) > 1
+        if not (several and self.training and has_torch_function_unary(input)):
+            return super().forward(input)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else momentum
+        statistics = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
+        result: Tensor = sync_batch_norm(
+            input, *statistics, self.weight, self.bias, True, momentum, self.eps, process_group=group
+        )
+        return result
+
+
+def sync_batch_norm(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`torch.nn.functional.batch_norm` with statistics over a `process_group`; only for tensors that are followed."""
+    if not has_torch_function_unary(input):
+        raise TypeError("input must be followed; torch.nn.SyncBatchNorm normalizes everything else")
+    return handle_torch_function(sync_batch_norm, (input,), input, *args, **kwargs)

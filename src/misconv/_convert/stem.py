@@ -1,0 +1,307 @@
+"""The stem of a network: its first convolution, and the normalization, arithmetic and activation that follow it.
+
+A network is followed, not changed. It runs on a stand-in for the image, and every torch function that reads a stand-in
+comes by here first. Arithmetic on the image is followed channel by channel (`_image`). The convolution of the image is
+answered with moments instead of numbers, a normalization with an affine map of them, the activation with its
+expectation; everything else is none of our business. So it does not matter whether a `forward` calls modules or
+functions, and parameters stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from misconv._conv import Affine, batch_norm_moments, fixed_batch_norm, normalized
+from misconv._convert import image as _image
+from misconv._convert.image import Image, Selection
+from misconv._math import Activation, Padding, Pair, output_size
+from misconv.functional import incomplete_windows, mix_expectations, padded, raw_moments, respond
+from misconv.mfa import MFA
+
+__all__ = ["ALIASES", "POINTWISE", "Response", "Stem", "batch_norm", "build_activation", "convolve", "operate"]
+
+# They return the same values in another object, perhaps in another type or layout.
+ALIASES = {"clone", "contiguous", "float", "double", "half", "bfloat16", "to", "type", "type_as", "detach", "view_as"}
+
+# Pointwise functions of torch and the modules with the same arguments.
+POINTWISE: dict[str, type[nn.Module]] = {
+    "celu": nn.CELU,
+    "elu": nn.ELU,
+    "gelu": nn.GELU,
+    "hardsigmoid": nn.Hardsigmoid,
+    "hardswish": nn.Hardswish,
+    "hardtanh": nn.Hardtanh,
+    "leaky_relu": nn.LeakyReLU,
+    "logsigmoid": nn.LogSigmoid,
+    "mish": nn.Mish,
+    "prelu": nn.PReLU,
+    "relu": nn.ReLU,
+    "relu6": nn.ReLU6,
+    "selu": nn.SELU,
+    "sigmoid": nn.Sigmoid,
+    "silu": nn.SiLU,
+    "softplus": nn.Softplus,
+    "softsign": nn.Softsign,
+    "tanh": nn.Tanh,
+    "tanhshrink": nn.Tanhshrink,
+}
+
+
+@dataclass(frozen=True)
+class Stem:
+    """The parts of a stem by the names of their modules; None where there is none.
+
+    `function` is the torch function that is the activation, `named` whether the activation is a module that the user
+    has named. `steps` counts normalizations and arithmetic between convolution and activation, `calls` the
+    convolutions that read the image, `kept` says that the network keeps what lies between convolution and activation,
+    `selections` what it does to the channels of the image, in order.
+    """
+
+    convolution: str
+    norm: str | None = None
+    activation: str | None = None
+    function: str | None = None
+    named: bool = False
+    steps: int = 0
+    calls: int = 1
+    kept: bool = False
+    selections: tuple[tuple[Selection | None, ...], ...] = ()
+
+    def __str__(self) -> str:
+        parts = (self.convolution, self.norm, self.activation)
+        return " → ".join(part for part in parts if part is not None)
+
+
+# Convolution ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Convolution:
+    """A convolution of random images, with its arguments.
+
+    Where channels repeat the same pixel, `distinct` holds the MFA of the distinct channels and the weights that read
+    them: the variance is theirs.
+    """
+
+    p: MFA
+    weight: Tensor
+    bias: Tensor | None
+    stride: Pair
+    padding: Padding
+    dilation: Pair
+    groups: int
+    mode: str
+    distinct: tuple[MFA, Tensor] | None = None
+    channels_last: bool = False  # the layout in which the network would have its response
+    with_gradients: bool = True  # whether it was computed where gradients are recorded
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """(B, O, H', W')."""
+        around = output_size(self.p.shape[-2:], self.weight.shape[-2:], self.stride, self.padding, self.dilation)
+        return (len(self.p), self.weight.shape[0], *around)
+
+    @property
+    def arguments(self) -> tuple[MFA, Tensor, Tensor | None, Pair, Padding, Pair, int, str]:
+        """The arguments of `functional.respond` up to the normalization."""
+        return self.p, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups, self.mode
+
+    def detached(self) -> Convolution:
+        """The same without gradients."""
+        bias = None if self.bias is None else self.bias.detach()
+        distinct = None if self.distinct is None else (self.distinct[0].detach(), self.distinct[1].detach())
+        p, weight = self.p.detach(), self.weight.detach()
+        return replace(self, p=p, weight=weight, bias=bias, distinct=distinct, with_gradients=True)
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the response, (B, K, O, H', W') each."""
+        mean, variance = raw_moments(*self.arguments)
+        if self.distinct is not None:
+            p, weight = self.distinct
+            variance = raw_moments(p, weight, None, self.stride, self.padding, self.dilation, 1, self.mode)[1]
+        return mean, variance
+
+
+def convolve(
+    p: MFA,
+    image: Image,
+    values: Tensor,
+    mean: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Convolution:
+    """The convolution of an image that was made of `p`; further arguments as in `torch.nn.functional.conv2d`."""
+    device = values.device.type
+    if values.dtype != weight.dtype and not torch.is_autocast_enabled(device):
+        raise ValueError(
+            f"x must have the dtype of the network, whose first convolution has weights of {weight.dtype}, "
+            f"got {values.dtype}"
+        )
+    p = p if p.device == values.device else p.to(values.device)
+    made = _image.random_image(p, image, values, mean.to(values.device))
+    margins, mode = image.pixels.margins, "zeros"
+    if image.pixels.mode != "constant":
+        padding, mode = (margins[2], margins[0]), image.pixels.mode
+    distinct = None
+    sources = [source for source in image.sources if source != _image.CERTAIN]
+    if len(set(sources)) < len(sources):
+        around = p if mode != "zeros" or not any(margins) else padded(p, margins)
+        distinct = around, _summed_weights(image, weight, groups, p.shape[1]).to(around.dtype)
+    last = _is_channels_last(values) or _is_channels_last(weight)
+    arguments = (made, weight, bias, stride, padding, dilation, groups, mode)
+    return Convolution(*arguments, distinct, last, torch.is_grad_enabled())
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    """Whether torch takes the strides of (N, C, H, W) for channels_last, as it does also where C, H or W is 1."""
+    least = 0
+    for axis in (1, 3, 2, 0):
+        stride, size = tensor.stride(axis), tensor.shape[axis]
+        if size == 0 or stride == 0 or stride < least or (axis == 0 and least == tensor.stride(1)):
+            return False
+        least = stride * size
+    return True
+
+
+def _summed_weights(image: Image, weight: Tensor, groups: int, channels: int) -> Tensor:
+    """The weights (O, C, kh, kw) with which the pixels of the MFA are read: those of its repetitions, added up."""
+    out, each = weight.shape[0] // groups, weight.shape[1]
+    slopes = _image.slope_tensor(image, weight)
+    columns: list[Tensor] = [weight.new_zeros(weight.shape[0], *weight.shape[2:])] * channels
+    for place, source in enumerate(image.sources):
+        if source == _image.CERTAIN:
+            continue
+        group = place // each
+        rows = slice(group * out, (group + 1) * out)  # the outputs that read this channel
+        column = weight[rows, place - group * each] * slopes[place].unsqueeze(-1)
+        columns[source] = columns[source] + F.pad(column, (0, 0, 0, 0, rows.start, weight.shape[0] - rows.stop))
+    return torch.stack(columns, 1)
+
+
+# Between convolution and activation ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Response:
+    """The response of a convolution on its way to the activation: convolved, then an affine map for each channel."""
+
+    convolution: Convolution
+    norm: Affine | None = None  # as long as it looks at no batch
+    moments: tuple[Tensor, Tensor] | None = None  # where a normalization had to see them; `norm` is in them
+    steps: int = 0
+
+    def now(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance, (B, K, O, H', W') each."""
+        if self.moments is not None:
+            return self.moments
+        moments = self.convolution.moments()
+        return moments if self.norm is None else normalized(self.norm, *moments)
+
+    def then(self, step: Affine) -> Response:
+        """After one more affine map."""
+        if self.moments is not None:
+            return replace(self, moments=normalized(step, *self.moments), steps=self.steps + 1)
+        norm = step if self.norm is None else _composed(self.norm, step)
+        return replace(self, norm=norm, steps=self.steps + 1)
+
+    def expect(self, activation: Activation) -> Tensor:
+        """The expected activation (B, O, H', W')."""
+        if self.moments is None and self.convolution.distinct is None:
+            result = respond(*self.convolution.arguments, self.norm, activation)
+        else:
+            conv = self.convolution
+            where = incomplete_windows(conv.p, conv.weight, conv.stride, conv.padding, conv.dilation, conv.mode)
+            result = mix_expectations(conv.p, activation, *self.now(), where)
+        # The rest of the network rounds differently in another layout.
+        return result.contiguous(memory_format=torch.channels_last) if self.convolution.channels_last else result
+
+
+def _composed(first: Affine, second: Affine) -> Affine:
+    def coefficients() -> tuple[Tensor, Tensor]:
+        (slope, offset), (factor, shift) = first.coefficients(), second.coefficients()
+        return slope * factor, offset * factor + shift
+
+    return Affine(lambda response: second.apply(first.apply(response)), coefficients)
+
+
+def batch_norm(
+    response: Response,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    **more: Any,
+) -> Response:
+    """`torch.nn.functional.batch_norm` of a response."""
+    if not training and running_mean is not None and running_var is not None:
+        return response.then(fixed_batch_norm(running_mean, running_var, weight, bias, eps))
+    statistics = (running_mean, running_var, weight, bias)
+    shares = response.convolution.p.weights
+    moments = batch_norm_moments(
+        *response.now(), shares, *statistics, training=training, momentum=momentum, eps=eps, **more
+    )
+    return replace(response, moments=moments, norm=None, steps=response.steps + 1)
+
+
+def operate(
+    response: Response, func: Callable[..., Any], name: str, operands: list[Any], place: int, kwargs: dict[str, Any]
+) -> Response | None:
+    """A cast, or arithmetic with numbers or with a number for every channel; None where it is something else."""
+    slope = 1.0 if name in ALIASES else _image.affine_slope(name, operands, place, kwargs)
+    out = response.convolution.weight.shape[0]
+    before, after = operands[:place], operands[place + 1 :]
+    others = [] if name in ALIASES else [*before, *after]
+    if slope is None or any(len(_image.channel_numbers(other, out) or ()) != out for other in others):
+        return None
+
+    def apply(tensor: Tensor) -> Tensor:
+        arguments = [*before, tensor.clone(), *after]  # it may work in place
+        result: Tensor = func(*arguments, **kwargs)
+        return result
+
+    def coefficients() -> tuple[Tensor, Tensor]:
+        like = response.convolution.weight
+        offset = apply(torch.zeros(1, out, 1, 1, dtype=like.dtype, device=like.device)).flatten()
+        factor = slope.reshape(-1) if isinstance(slope, Tensor) else torch.full((1,), slope).to(offset)
+        return factor.expand(out), offset
+
+    return response.then(Affine(apply, coefficients))
+
+
+# Activation ----------------------------------------------------------------------------------------------------------
+
+
+def build_activation(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module | None:
+    """The module that does what this call of a pointwise function does; None where there is none."""
+    kwargs = {key: value for key, value in kwargs.items() if key not in ("input", "inplace")}
+    args = args[1:]
+    if name == "prelu":
+        return _prelu(*args, **kwargs)
+    try:
+        module = POINTWISE[name](*args, **kwargs)
+    except TypeError:  # an argument that the module does not have, such as `out`
+        return None
+    if hasattr(module, "inplace"):
+        module.__dict__["inplace"] = False
+    return module
+
+
+def _prelu(weight: Tensor) -> nn.Module:
+    """A PReLU whose slopes are the tensor of the call, whatever that was computed from."""
+    module = nn.PReLU(weight.numel(), device="meta")
+    del module.weight
+    module.__dict__["weight"] = weight
+    return module

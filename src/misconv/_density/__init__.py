@@ -1,0 +1,43 @@
+"""What densities are made of: the parts of density networks, EM and its data."""
+
+from misconv._density.em import Parameters, Statistics, collect, maximize, start
+from misconv._density.em_data import Batches, Units, add_over_processes, check_representable, measure, pairs, some
+from misconv._density.network import (
+    MOST_WEIGHTS,
+    Network,
+    add_blocks,
+    check_devices,
+    check_floor,
+    check_rank,
+    check_shape,
+    check_sizes,
+    head,
+    part_components,
+    result_type,
+)
+
+__all__ = [
+    "MOST_WEIGHTS",
+    "Batches",
+    "Network",
+    "Parameters",
+    "Statistics",
+    "Units",
+    "add_blocks",
+    "add_over_processes",
+    "check_devices",
+    "check_floor",
+    "check_rank",
+    "check_representable",
+    "check_shape",
+    "check_sizes",
+    "collect",
+    "head",
+    "maximize",
+    "measure",
+    "pairs",
+    "part_components",
+    "result_type",
+    "some",
+    "start",
+]

@@ -1,0 +1,247 @@
+"""The engine under every training: epochs with Adam, the best parameters kept, checkpoints, many jobs side by side.
+
+A `Job` says what is trained, on what, and how it is judged. On a GPU whose memory holds the data, one step of all jobs
+is captured as a CUDA graph with a branch for each, and replayed: small networks wait for launches otherwise, and a
+branch alone fills a fraction of the chip. Everywhere else jobs take turns, epoch by epoch.
+
+All randomness of an epoch comes from the seed and the number of the epoch, and a checkpoint is written whole or not at
+all, so that a run that was killed and called again ends with the same parameters as one that was not.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from misconv._train.checkpoint import Checkpoint
+from misconv._train.identity import identify_module
+from misconv._train.loan import borrowed
+from misconv._train.processes import check_agreement, synchronized
+from misconv._train.running import Dropout, Job, Rate, Running, generator, rate_of, under
+from misconv._train.session import Record, progress_bar
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+
+__all__ = ["Job", "Rate", "Record", "generator", "train"]
+
+_log = logging.getLogger("misconv")
+
+# Steps before a graph is captured: kernels compile, libraries choose algorithms, Adam makes its state.
+_WARM_UP = 3
+
+
+def train(
+    jobs: Sequence[Job],
+    fabric: Fabric,
+    *,
+    epochs: int,
+    patience: int | None = None,
+    checkpoint: str | Path | None = None,
+    checkpoint_seconds: float = 0.0,
+    progress: bool = True,
+    title: str = "training",
+    stays: bool = True,
+) -> list[list[Record]]:
+    """Train all jobs; leaves every module with its best parameters, where and as it came.
+
+    An error, or an interruption, leaves it with the best parameters so far, or as it came.
+
+    Args:
+        jobs: of one number of images and one batch size.
+        patience: stop after so many epochs in which no job got better.
+        checkpoint: a file to continue from if it exists, and to write after an epoch.
+        checkpoint_seconds: the least time between two writes; with 0, the default, every epoch is written.
+        progress, title, stays: of a bar.
+
+    Returns:
+        For every job a record per epoch.
+    """
+    _check_sizes(jobs, fabric)
+    start = time.monotonic()
+    file = Checkpoint(checkpoint, fabric)
+    settings = _settings(jobs, fabric, patience) if checkpoint is not None or fabric.world_size > 1 else {}
+    check_agreement(fabric, json.dumps([settings, epochs]))
+    found = file.read(settings)
+    captured = all(job.resident for job in jobs) and _can_capture(fabric)
+    with ExitStack() as stack:
+        loans = [stack.enter_context(borrowed(job.module, fabric.device)) for job in jobs]
+        for job in jobs:
+            if job.synchronize:
+                stack.enter_context(synchronized(job.module, fabric.world_size))
+            if job.prepare is not None:
+                job.prepare()
+        running = [Running(job, fabric, captured) for job in jobs]
+        for run, loan in zip(running, loans, strict=True):
+            run.loan = loan
+        if found is not None:
+            start -= _resume(running, file, *found, epochs)
+        written = time.monotonic()
+        bar = progress_bar(progress and fabric.global_rank == 0, title, epochs, running[0].done, stays=stays)
+        advance = stack.enter_context(bar)
+        for record in _epochs(running, fabric, epochs, patience, captured):
+            if checkpoint is not None and time.monotonic() - written >= checkpoint_seconds:
+                tensors = {f"{n}.{key}": t for n, run in enumerate(running) for key, t in run.tensors().items()}
+                numbers = [run.numbers() for run in running]
+                spent = time.monotonic() - start
+                file.write(tensors, {"settings": settings, "jobs": numbers, "seconds": spent})
+                written = time.monotonic()
+            advance(record)
+    for job in jobs:
+        job.seconds = (time.monotonic() - start) / len(jobs)
+    return [run.history for run in running]
+
+
+def _epochs(
+    running: Sequence[Running], fabric: Fabric, epochs: int, patience: int | None, captured: bool
+) -> Iterator[Record]:
+    """Train epoch by epoch; yields what is recorded of the first job."""
+    full, graph = running[0].full, None
+    for epoch in range(running[0].done, epochs):
+        if patience is not None and epoch > 0 and epoch - 1 - max(r.best_epoch for r in running) >= patience:
+            break
+        for run in running:
+            run.begin(epoch)
+        if captured and graph is None and full:
+            graph = _capture(running, fabric.device)
+            captured = graph is not None
+            for run in running:
+                run.seed(epoch)  # of which capturing has used some
+        if graph is not None:
+            for _ in range(full):
+                graph.replay()
+        for run in running:
+            run.finish(skip=full if graph is not None else 0)
+            run.judge(epoch)
+        yield running[0].history[-1]
+
+
+def _check_sizes(jobs: Sequence[Job], fabric: Fabric) -> None:
+    if len({(job.size, job.batch_size) for job in jobs}) != 1:
+        raise ValueError("jobs must have one number of images and one batch size to be trained side by side")
+    if min(jobs[0].size, jobs[0].batch_size) < fabric.world_size:
+        raise ValueError(
+            f"images and batch_size must be at least one for each of the {fabric.world_size} processes, got "
+            f"{jobs[0].size} images and a batch_size of {jobs[0].batch_size}"
+        )
+
+
+def _settings(jobs: Sequence[Job], fabric: Fabric, patience: int | None) -> dict[str, Any]:
+    """All that must agree for a checkpoint to be continued; rates of learning are compared epoch by epoch."""
+    described = [
+        job.settings
+        | {
+            "module": identify_module(job.module),
+            "batch_size": job.batch_size,
+            "weight_decay": job.weight_decay,
+            "clip": job.clip,
+            "factors": job.factors,
+            "data": None if job.data is None else job.data(),
+            "patience": patience,
+            "precision": str(fabric._precision.precision),
+        }
+        for job in jobs
+    ]
+    return described[0] if len(described) == 1 else {"jobs": described}
+
+
+def _resume(
+    running: Sequence[Running], file: Checkpoint, tensors: dict[str, Tensor], meta: dict[str, Any], epochs: int
+) -> float:
+    """Go on from a checkpoint of the same training; returns the seconds that it has taken."""
+    jobs, seconds = meta.get("jobs"), meta.get("seconds")
+    numbered = isinstance(jobs, list) and len(jobs) == len(running) and all(map(_is_numbers, jobs))
+    if not numbered or not isinstance(seconds, int | float) or len({len(job["history"]) for job in jobs or []}) != 1:
+        raise file.damaged("its numbers are not those of a training")
+    assert isinstance(jobs, list)
+    done = len(jobs[0]["history"])
+    if done > epochs:
+        raise ValueError(f"epochs must be at least {done}, which checkpoint {file.path} has done, got {epochs}")
+    for number, run in enumerate(running):
+        for epoch, rate in enumerate(jobs[number]["rates"]):
+            asked = rate_of(run.job.learning_rate, epoch)
+            if rate != asked:
+                raise file.other(f"its learning_rate in epoch {epoch + 1} is {rate} and not {asked}")
+        try:
+            run.load(under(f"{number}.", tensors), jobs[number])
+        except (KeyError, RuntimeError, ValueError, TypeError) as error:
+            raise file.damaged(f"its tensors do not fit the module: {str(error).splitlines()[0][:200]}") from error
+    return float(seconds)
+
+
+def _is_numbers(job: Any) -> bool:
+    """Whether this is what `Running.numbers` returns."""
+    if not isinstance(job, dict) or not isinstance(job.get("history"), list) or not isinstance(job.get("rates"), list):
+        return False
+    records = all(
+        isinstance(record, dict) and all(isinstance(value, int | float) for value in record.values())
+        for record in job["history"]
+    )
+    rates = all(isinstance(rate, int | float) for rate in job["rates"]) and len(job["rates"]) == len(job["history"])
+    best = isinstance(job.get("best_score"), int | float) and isinstance(job.get("best_epoch"), int)
+    return records and rates and best and len(job["history"]) > 0
+
+
+# CUDA graphs -------------------------------------------------------------------------------------------------------
+
+
+def _can_capture(fabric: Fabric) -> bool:
+    """One process on a GPU, and no loss scaling, which looks at values."""
+    return (
+        fabric.device.type == "cuda" and fabric.world_size == 1 and getattr(fabric._precision, "scaler", None) is None
+    )
+
+
+def _capture(running: Sequence[Running], device: torch.device) -> torch.cuda.CUDAGraph | None:
+    """One step of all jobs as a graph, a branch for each; None, and a line in the log, if it cannot be captured."""
+    streams = [torch.cuda.Stream(device) for _ in running]
+    copies = [run.snapshot() for run in running]
+    _branch(running, streams, _WARM_UP)
+    torch.cuda.synchronize(device)
+    for run, saved in zip(running, copies, strict=True):
+        run.restore(saved)
+    graph = torch.cuda.CUDAGraph()
+    for run in running:
+        assert run.dropout.cuda is not None
+        graph.register_generator_state(run.dropout.cuda)
+    usual = torch.cuda.default_generators[device.index]
+    state = usual.get_state()
+    try:
+        with torch.cuda.graph(graph):
+            _branch(running, streams, 1)
+    except BaseException as error:
+        # Every generator that took part still believes that it is being captured, and would refuse to draw.
+        usual.graphsafe_set_state(torch.Generator(device))
+        usual.set_state(state)
+        for run in running:
+            run.dropout = Dropout(device)
+        if not isinstance(error, RuntimeError):
+            raise
+        # Only its words: the error itself holds on to the graph of gradients, which belongs to another stream.
+        reason = str(error)
+        _log.warning("the training step cannot be captured as a CUDA graph, and is launched anew each time: %s", reason)
+        torch.cuda.synchronize(device)
+        for run, saved in zip(running, copies, strict=True):
+            run.restore(saved)
+        return None
+    return graph
+
+
+def _branch(running: Sequence[Running], streams: Sequence[torch.cuda.Stream], steps: int) -> None:
+    """So many steps of every job, each on a stream of its own."""
+    main = torch.cuda.current_stream()
+    for run, stream in zip(running, streams, strict=True):
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream), run.dropout.installed():
+            for _ in range(min(steps, run.full)):
+                run.step(run.next())
+    for stream in streams:
+        main.wait_stream(stream)

@@ -1,0 +1,6 @@
+"""Kernels for a GPU, in Triton; importing this needs Triton."""
+
+from misconv._triton.operator import respond
+from misconv._triton.score import condition, log_prob
+
+__all__ = ["condition", "log_prob", "respond"]

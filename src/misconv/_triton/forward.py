@@ -1,0 +1,312 @@
+"""The expected activation of a convolution as a Triton kernel, and what it shares with the kernel of its gradients.
+
+A program has a tile of output pixels and a block of output channels. It reads the *box* of the image that lies under
+the windows of the tile, once and with every question answered there (inside the image? missing?), spreads it to the
+matrix X of windows (pixels × taps) in shared memory, and multiplies by the weights (taps × channels). Where the box
+holds no missing pixel the mean is all there is to compute; elsewhere noise and factors follow, read at missing pixels
+only, since observed ones count as zero. Mean and variance stay in registers; the backward kernel computes them again.
+
+Products take float32 operands, rounded to TF32 where the user allows it, and sums are float32. Everything here is made
+of operations that Triton's interpreter knows, so that the kernels are tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from misconv._triton.expectations import activation, expected
+
+__all__ = [
+    "box_of",
+    "count_missing",
+    "forward_kernel",
+    "mean_of",
+    "moments_of",
+    "read",
+    "read_stack",
+    "repeat_stack",
+    "rounded",
+    "share_of",
+    "stack_of",
+    "starts_below",
+    "turned_windows",
+    "weights_of",
+    "windows_of",
+]
+
+# Boxes and windows -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def box_of(observed, chunk, top, left, height, width, CHANNELS: tl.constexpr, CHUNK: tl.constexpr,
+           BOX_Y: tl.constexpr, BOX_X: tl.constexpr, BLOCK_Q: tl.constexpr, HAS_OBSERVED: tl.constexpr,
+           PER_CHANNEL: tl.constexpr):  # fmt: skip
+    """The box of CHUNK channels whose corner is (top, left).
+
+    Returns:
+        For each of its pixels the offset into the channels of the chunk, or −1 where it lies outside the image; and the
+        same with −1 also where it was observed.
+    """
+    q = tl.arange(0, BLOCK_Q)
+    channel, place = q // (BOX_Y * BOX_X), q % (BOX_Y * BOX_X)
+    y, x = top + place // BOX_X, left + place % BOX_X
+    inside = (channel < CHUNK) & (chunk * CHUNK + channel < CHANNELS)
+    inside = inside & (y >= 0) & (y < height) & (x >= 0) & (x < width)
+    flat = y * width + x
+    offsets = tl.where(inside, channel * height * width + flat, -1)
+    missing = offsets
+    if HAS_OBSERVED:
+        if PER_CHANNEL:
+            seen = tl.load(observed + chunk * CHUNK * height * width + offsets, mask=inside, other=1)
+        else:
+            seen = tl.load(observed + flat, mask=inside, other=1)
+        missing = tl.where(seen == 0, offsets, -1)
+    return offsets, missing
+
+
+@triton.jit
+def count_missing(observed, top, left, height, width, CHANNELS: tl.constexpr, CHUNK: tl.constexpr,
+                  BOX_Y: tl.constexpr, BOX_X: tl.constexpr, BLOCK_Q: tl.constexpr, HAS_OBSERVED: tl.constexpr,
+                  PER_CHANNEL: tl.constexpr):  # fmt: skip
+    """How many pixels of a box are missing; a few channels speak for all where `observed` is shared."""
+    count = 1
+    if HAS_OBSERVED:
+        count = 0
+        for chunk in range((CHANNELS + CHUNK - 1) // CHUNK if PER_CHANNEL else 1):
+            _, missing = box_of(observed, chunk, top, left, height, width, CHANNELS, CHUNK, BOX_Y, BOX_X, BLOCK_Q,
+                                HAS_OBSERVED, PER_CHANNEL)  # fmt: skip
+            count += tl.sum(tl.where(missing >= 0, 1, 0))
+    return count
+
+
+@triton.jit
+def rounded(values, PRECISION: tl.constexpr):
+    """To the nearest TF32 number, if that is the precision of products: the hardware would cut off what is too much."""
+    if PRECISION == "tf32":
+        values = ((values.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return values
+
+
+@triton.jit
+def read(image, offsets, PRECISION: tl.constexpr):
+    """What an image holds at these offsets, and 0 where they are negative."""
+    return rounded(tl.load(image + offsets, mask=offsets >= 0, other=0.0).to(tl.float32), PRECISION)
+
+
+@triton.jit
+def _stacked(values, STACK: tl.constexpr):
+    """A vector repeated for each factor of a stack, (n,) → (STACK · n,)."""
+    if STACK == 1:
+        return values
+    return tl.reshape(tl.broadcast_to(values[None, :], (STACK, values.shape[0])), (STACK * values.shape[0],))
+
+
+@triton.jit
+def starts_below(starts, STACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """Where windows begin in the boxes of a stack, (STACK · pixels,)."""
+    return _stacked(starts, STACK) + tl.arange(0, STACK * BLOCK_P) // BLOCK_P * BLOCK_Q
+
+
+@triton.jit
+def read_stack(factors, number, missing, size, L: tl.constexpr, STACK: tl.constexpr, PRECISION: tl.constexpr,
+               BLOCK_Q: tl.constexpr):  # fmt: skip
+    """The boxes of factors number · STACK, … one behind the other, (STACK · BLOCK_Q,), and their offsets."""
+    factor = number * STACK + tl.arange(0, STACK * BLOCK_Q) // BLOCK_Q
+    offsets = _stacked(missing, STACK)
+    offsets = tl.where((offsets >= 0) & (factor < L), offsets + factor * size, -1)
+    return read(factors, offsets, PRECISION), offsets
+
+
+@triton.jit
+def windows_of(box, starts, table, block, BLOCK_T: tl.constexpr):
+    """A block of taps of the windows that begin at `starts` in a box, (windows, taps)."""
+    taps = tl.load(table + block * BLOCK_T + tl.arange(0, BLOCK_T))
+    index = tl.reshape(starts[:, None] + taps[None, :], (starts.shape[0] * BLOCK_T,))
+    return tl.reshape(tl.gather(box, index, 0), (starts.shape[0], BLOCK_T))
+
+
+@triton.jit
+def turned_windows(box, starts, table, block, BLOCK_T: tl.constexpr):
+    """The same, (taps, windows)."""
+    taps = tl.load(table + block * BLOCK_T + tl.arange(0, BLOCK_T))
+    index = tl.reshape(taps[:, None] + starts[None, :], (BLOCK_T * starts.shape[0],))
+    return tl.reshape(tl.gather(box, index, 0), (BLOCK_T, starts.shape[0]))
+
+
+@triton.jit
+def weights_of(weight, chunk, block, channels, TAPS: tl.constexpr, CHUNK_TAPS: tl.constexpr, OUT: tl.constexpr,
+               PRECISION: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
+    """The weights of a block of taps of a chunk, (taps, channels), out of a matrix (OUT, TAPS)."""
+    t = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    exists = (t < CHUNK_TAPS) & (chunk * CHUNK_TAPS + t < TAPS)
+    inside = exists[:, None]
+    if OUT % BLOCK_O != 0:
+        inside = inside & (channels < OUT)[None, :]
+    places = channels[None, :] * TAPS + (chunk * CHUNK_TAPS + t)[:, None]
+    return rounded(tl.load(weight + places, mask=inside, other=0.0).to(tl.float32), PRECISION)
+
+
+@triton.jit
+def _sum_stack(values, STACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr):
+    """(STACK · pixels, channels) → (pixels, channels)."""
+    if STACK == 1:
+        return values
+    return tl.sum(tl.reshape(values, (STACK, BLOCK_P, BLOCK_O)), 0)
+
+
+@triton.jit
+def repeat_stack(values, STACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr):
+    """(pixels, channels) → (STACK · pixels, channels)."""
+    if STACK == 1:
+        return values
+    return tl.reshape(tl.broadcast_to(values[None, :, :], (STACK, BLOCK_P, BLOCK_O)), (STACK * BLOCK_P, BLOCK_O))
+
+
+# Moments ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def mean_of(means, observed, weight, table, starts, channels, top, left, height, width, CHANNELS: tl.constexpr,
+            OUT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BOX_Y: tl.constexpr, BOX_X: tl.constexpr,
+            HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_P: tl.constexpr,
+            BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr):  # fmt: skip
+    """The response (pixels, channels) to the mean of one component. WINDOW is the number of taps in one channel."""
+    m = tl.zeros((BLOCK_P, BLOCK_O), tl.float32)
+    for chunk in range((CHANNELS + CHUNK - 1) // CHUNK):
+        offsets, _ = box_of(observed, chunk, top, left, height, width, CHANNELS, CHUNK, BOX_Y, BOX_X, BLOCK_Q, False,
+                            False)  # fmt: skip
+        box = read(means + chunk * CHUNK * height * width, offsets, PRECISION)
+        for block in tl.range((CHUNK * WINDOW + BLOCK_T - 1) // BLOCK_T, disable_licm=True):
+            w = weights_of(weight, chunk, block, channels, CHANNELS * WINDOW, CHUNK * WINDOW, OUT, PRECISION, BLOCK_O,
+                           BLOCK_T)  # fmt: skip
+            m = tl.dot(windows_of(box, starts, table, block, BLOCK_T), w, m, input_precision=PRECISION)
+    return m
+
+
+@triton.jit
+def stack_of(factors, number, observed, weight, table, starts, channels, top, left, height, width, size,
+             L: tl.constexpr, CHANNELS: tl.constexpr, OUT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+             BOX_Y: tl.constexpr, BOX_X: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr,
+             PRECISION: tl.constexpr, STACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr,
+             BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr):  # fmt: skip
+    """The responses (STACK · pixels, channels) to one stack of the factors of a component."""
+    r = tl.zeros((STACK * BLOCK_P, BLOCK_O), tl.float32)
+    below = starts_below(starts, STACK, BLOCK_P, BLOCK_Q)
+    for chunk in range((CHANNELS + CHUNK - 1) // CHUNK):
+        _, missing = box_of(observed, chunk, top, left, height, width, CHANNELS, CHUNK, BOX_Y, BOX_X, BLOCK_Q,
+                            HAS_OBSERVED, PER_CHANNEL)  # fmt: skip
+        first = chunk * CHUNK * height * width
+        box, _ = read_stack(factors + first, number, missing, size, L, STACK, PRECISION, BLOCK_Q)
+        for block in tl.range((CHUNK * WINDOW + BLOCK_T - 1) // BLOCK_T, disable_licm=True):
+            w = weights_of(weight, chunk, block, channels, CHANNELS * WINDOW, CHUNK * WINDOW, OUT, PRECISION, BLOCK_O,
+                           BLOCK_T)  # fmt: skip
+            r = tl.dot(windows_of(box, below, table, block, BLOCK_T), w, r, input_precision=PRECISION)
+    return r
+
+
+@triton.jit
+def moments_of(means, factors, noise, observed, weight, table, starts, channels, top, left, height, width, size,
+               L: tl.constexpr, CHANNELS: tl.constexpr, OUT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+               BOX_Y: tl.constexpr, BOX_X: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr,
+               PRECISION: tl.constexpr, STACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr,
+               BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr):  # fmt: skip
+    """Mean and variance (pixels, channels) under one component, and the responses to the first stack of factors."""
+    m = tl.zeros((BLOCK_P, BLOCK_O), tl.float32)
+    v = tl.zeros((BLOCK_P, BLOCK_O), tl.float32)
+    r = tl.zeros((STACK * BLOCK_P, BLOCK_O), tl.float32)
+    below = starts_below(starts, STACK, BLOCK_P, BLOCK_Q)
+    for chunk in range((CHANNELS + CHUNK - 1) // CHUNK):
+        offsets, missing = box_of(observed, chunk, top, left, height, width, CHANNELS, CHUNK, BOX_Y, BOX_X, BLOCK_Q,
+                                  HAS_OBSERVED, PER_CHANNEL)  # fmt: skip
+        first = chunk * CHUNK * height * width
+        of_means, of_noise = read(means + first, offsets, PRECISION), read(noise + first, missing, PRECISION)
+        of_factors = of_noise
+        if L > 0:
+            of_factors, _ = read_stack(factors + first, 0, missing, size, L, STACK, PRECISION, BLOCK_Q)
+        for block in tl.range((CHUNK * WINDOW + BLOCK_T - 1) // BLOCK_T, disable_licm=True):
+            w = weights_of(weight, chunk, block, channels, CHANNELS * WINDOW, CHUNK * WINDOW, OUT, PRECISION, BLOCK_O,
+                           BLOCK_T)  # fmt: skip
+            m = tl.dot(windows_of(of_means, starts, table, block, BLOCK_T), w, m, input_precision=PRECISION)
+            square = rounded(w * w, PRECISION)
+            v = tl.dot(windows_of(of_noise, starts, table, block, BLOCK_T), square, v, input_precision=PRECISION)
+            if L > 0:
+                r = tl.dot(windows_of(of_factors, below, table, block, BLOCK_T), w, r, input_precision=PRECISION)
+    v += _sum_stack(r * r, STACK, BLOCK_P, BLOCK_O)
+    for number in range(1, (L + STACK - 1) // STACK):
+        r2 = stack_of(factors, number, observed, weight, table, starts, channels, top, left, height, width, size, L,
+                      CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, STACK, BLOCK_P,
+                      BLOCK_O, BLOCK_T, BLOCK_Q)  # fmt: skip
+        v += _sum_stack(r2 * r2, STACK, BLOCK_P, BLOCK_O)
+    return m, v, r
+
+
+@triton.jit
+def share_of(logits, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The probability of component k."""
+    index = tl.arange(0, BLOCK_K)
+    values = tl.load(logits + index, mask=index < K, other=float("-inf")).to(tl.float32)
+    exponents = tl.exp(values - tl.max(values))
+    return tl.sum(tl.where(index == k, exponents, 0.0)) / tl.sum(exponents)
+
+
+@triton.jit
+def forward_kernel(
+    logits, means, factors, noise, observed, weight, bias, table, out,
+    height, width, rows, columns, tiles_x, tiles, out_b, out_o, out_y, out_x, low, high,
+    K: tl.constexpr, L: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, OUT: tl.constexpr,
+    WINDOW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr,
+    HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr, TILE_Y: tl.constexpr, TILE_X: tl.constexpr, BOX_Y: tl.constexpr, BOX_X: tl.constexpr,
+    CHUNK: tl.constexpr, STACK: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Σ_k π_k E[f(N(m_k, v_k))] for one tile of one image and one block of channels of one group.
+
+    CHANNELS and OUT are those of a group, CHUNK of them are read at a time.
+    """
+    BLOCK_P: tl.constexpr = TILE_Y * TILE_X
+    b, tile, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
+    group, first = part // ((OUT + BLOCK_O - 1) // BLOCK_O), part % ((OUT + BLOCK_O - 1) // BLOCK_O) * BLOCK_O
+    plane = height * width
+    size = GROUPS * CHANNELS * plane
+    means += b.to(tl.int64) * K * size + group * CHANNELS * plane
+    noise += b.to(tl.int64) * K * size + group * CHANNELS * plane
+    factors += b.to(tl.int64) * (K * L) * size + group * CHANNELS * plane
+    if HAS_OBSERVED:
+        if PER_CHANNEL:
+            observed += b.to(tl.int64) * size + group * CHANNELS * plane
+        else:
+            observed += b.to(tl.int64) * plane
+    weight += group * OUT * CHANNELS * WINDOW
+    channels = first + tl.arange(0, BLOCK_O)
+    offset = tl.zeros((BLOCK_O,), tl.float32)
+    if HAS_BIAS:
+        offset = tl.load(bias + group * OUT + channels, mask=channels < OUT, other=0.0).to(tl.float32)
+
+    y, x = tile // tiles_x * TILE_Y, tile % tiles_x * TILE_X
+    top, left = y * SY - PY, x * SX - PX
+    pixel = tl.arange(0, BLOCK_P)
+    starts = pixel // TILE_X * (SY * BOX_X) + pixel % TILE_X * SX
+    touched = count_missing(observed, top, left, height, width, CHANNELS, CHUNK, BOX_Y, BOX_X, BLOCK_Q, HAS_OBSERVED,
+                            PER_CHANNEL)  # fmt: skip
+    result = tl.zeros((BLOCK_P, BLOCK_O), tl.float32)
+    if touched > 0:
+        for k in range(K):
+            m, v, _ = moments_of(means + k * size, factors + k * L * size, noise + k * size, observed, weight, table,
+                                 starts, channels, top, left, height, width, size, L, CHANNELS, OUT, WINDOW, CHUNK,
+                                 BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, STACK, BLOCK_P, BLOCK_O, BLOCK_T,
+                                 BLOCK_Q)  # fmt: skip
+            e = expected(m + offset[None, :], v, ACTIVATION, low, high)
+            if K > 1:
+                e = e * share_of(logits + b * K, k, K, BLOCK_K)
+            result += e
+    else:
+        m = mean_of(means, observed, weight, table, starts, channels, top, left, height, width, CHANNELS, OUT, WINDOW,
+                    CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, BLOCK_P, BLOCK_O, BLOCK_T,
+                    BLOCK_Q)  # fmt: skip
+        result, _ = activation(m + offset[None, :], ACTIVATION, low, high)
+    y, x = y + pixel // TILE_X, x + pixel % TILE_X
+    places = (y * out_y + x * out_x)[:, None] + (group * OUT + channels)[None, :] * out_o
+    inside = ((y < rows) & (x < columns))[:, None] & (channels < OUT)[None, :]
+    tl.store(out + b.to(tl.int64) * out_b + places, result.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,280 @@
+"""The work of the fused convolution, cut up and launched.
+
+Small layers are bound by what the host does before a launch, so everything that follows from shapes and types is worked
+out once and kept.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from misconv._triton.backward import backward_kernel
+from misconv._triton.forward import forward_kernel
+from misconv._triton.launch import Launch, dense, power
+
+__all__ = ["Plan", "Settings", "backward", "box_is_small", "forward", "is_channels_last"]
+
+_Shape = tuple[int, ...]
+
+
+class Settings(NamedTuple):
+    """What a fused convolution is, besides its tensors; hashable."""
+
+    stride: tuple[int, int]
+    corner: tuple[int, int]  # rows above and columns left of the image
+    dilation: tuple[int, int]
+    size: tuple[int, int]  # of the output
+    groups: int
+    activation: str
+    low: float
+    high: float
+    precision: str  # of products, as `tl.dot` names them
+    dtype: torch.dtype  # of the output
+
+
+class _Way(NamedTuple):
+    """How work is cut up: the best of a few that were timed on an H200."""
+
+    pixels: int  # of a tile of the output
+    taps: int  # of a window at a time
+    stack: int  # factors at a time
+    options: dict[str, int]  # of the compiler
+    programs: int = 0  # on each multiprocessor, in the backward pass
+
+
+# By whether windows are small; backward also by whether gradients of pixels are asked for.
+_SMALL = 32  # taps
+_FORWARD = {
+    True: _Way(64, 32, 1, {"num_warps": 4, "maxnreg": 128}),
+    False: _Way(64, 32, 1, {"num_warps": 4}),
+}
+_BACKWARD = {
+    (True, False): _Way(64, 32, 1, {"num_warps": 4, "maxnreg": 168}, 3),
+    (True, True): _Way(32, 32, 4, {"num_warps": 4}, 2),
+    (False, False): _Way(32, 64, 4, {"num_warps": 4}, 2),
+    (False, True): _Way(32, 64, 4, {"num_warps": 4}, 2),
+}
+_MOST_CHANNELS = 64  # of the output, likewise
+_LARGEST_BOX = 2048  # pixels that are read at a time, in as many channels as fit
+_LARGEST_PLANE = 8192  # … but at least in one
+
+
+def forward(
+    plan: Plan,
+    logits: Tensor,
+    means: Tensor,
+    factors: Tensor,
+    noise: Tensor,
+    observed: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """The expected activation, (B, O, H', W'), laid out in memory as the weights are."""
+    last = is_channels_last(weight)
+    launch, table, strides = plan.forward_channels_last if last else plan.forward
+    out = torch.empty_strided(plan.shape, strides, dtype=plan.settings.dtype, device=plan.device)
+    # What is not there is not read, but a kernel wants a pointer.
+    seen, offset = means if observed is None else observed, weight if bias is None else bias
+    launch(*dense(logits, means, factors, noise, seen, weight, offset), table, out)
+    return out
+
+
+def backward(
+    plan: Plan,
+    needed: tuple[bool, ...],
+    grad: Tensor,
+    logits: Tensor,
+    means: Tensor,
+    factors: Tensor,
+    noise: Tensor,
+    observed: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of logits, means, factors, noise, weight and bias, as far as they are needed."""
+    by_logits, by_means, by_factors, by_noise, by_weight, _ = needed
+    mixed = by_logits and logits.shape[1] > 1
+    launch, table, programs, (chunks, chunk_taps, places) = plan.backward(
+        grad.stride(), (by_weight, mixed, by_means, by_factors, by_noise)
+    )
+    float32, device = torch.float32, plan.device
+    out, taps = weight.shape[0], weight.shape[1] * weight.shape[2] * weight.shape[3]
+    number = out * chunks * places
+    # Where taps come in blocks the kernel adds to gradients of weights, else it writes them.
+    make = torch.empty if places == taps else torch.zeros
+    parameters = make((programs, number + out), dtype=float32, device=device)
+    sums, pixels = parameters, [parameters] * 3
+    if mixed:
+        sums = torch.zeros(logits.shape, dtype=float32, device=device)
+    if by_means or by_factors or by_noise:  # added to from many windows, in float32
+        asked = ((means, by_means), (factors, by_factors), (noise, by_noise))
+        pixels = [torch.zeros(t.shape, dtype=float32, device=device) if need else parameters for t, need in asked]
+    seen, offset = means if observed is None else observed, weight if bias is None else bias
+    launch(*dense(logits, means, factors, noise, seen, weight, offset), table, grad, parameters, sums, *pixels)
+    weights, biases = torch.split_with_sizes(parameters.sum(0), (number, out))
+    if places != taps:
+        groups = plan.settings.groups
+        weights = weights.view(groups, chunks, places, -1)[:, :, :chunk_taps].flatten(1, 2)[:, :taps].mT  # (G, O/G, T)
+    if mixed:  # the derivative of a softmax
+        shares = logits.float().softmax(-1)
+        sums = (shares * (sums - (shares * sums).sum(-1, keepdim=True))).to(logits.dtype)
+    elif by_logits:
+        sums = torch.zeros_like(logits)
+    found = [sums, *pixels, weights.reshape(weight.shape), biases]
+    if weight.dtype != float32:
+        found = [t.to(weight.dtype) for t in found]
+    return tuple([t if need else None for t, need in zip(found, needed, strict=True)])
+
+
+def is_channels_last(weight: Tensor) -> bool:
+    """Whether weights, and with them what they make, have their channels last in memory, and only that."""
+    return not weight.is_contiguous() and weight.is_contiguous(memory_format=torch.channels_last)
+
+
+# Shapes of work --------------------------------------------------------------------------------------------------
+
+
+def _box(tile: tuple[int, int], kernel: _Shape, s: Settings) -> tuple[int, int]:
+    """Rows and columns of the image under the windows of a tile."""
+    rows, columns = (
+        (t - 1) * step + (k - 1) * d + 1 for t, step, k, d in zip(tile, s.stride, kernel, s.dilation, strict=True)
+    )
+    return rows, columns
+
+
+def _tile(pixels: int, kernel: _Shape, s: Settings) -> tuple[int, int]:
+    """Rows and columns of a tile: as few tiles as possible, then the smallest box; fewer pixels if it is too large."""
+    shapes = [(pixels // columns, columns) for columns in (16, 32, 8, 64, 4) if columns <= pixels]
+    sizes = {shape: _box(shape, kernel, s) for shape in shapes}
+    small = [shape for shape in shapes if sizes[shape][0] * sizes[shape][1] <= _LARGEST_BOX]
+    if not small and pixels > 16:
+        return _tile(pixels // 2, kernel, s)
+    return min(
+        small or shapes,
+        key=lambda shape: (
+            -(-s.size[0] // shape[0]) * -(-s.size[1] // shape[1]),
+            power(sizes[shape][0] * sizes[shape][1]),
+        ),
+    )
+
+
+def box_is_small(kernel: _Shape, s: Settings) -> bool:
+    """Whether the windows of even the smallest tile fit into a box."""
+    rows, columns = _box(_tile(16, kernel, s), kernel, s)
+    return rows * columns <= _LARGEST_PLANE
+
+
+@lru_cache(256)
+def _table(channels: int, kernel: _Shape, dilation: _Shape, box: _Shape, length: int, device: torch.device) -> Tensor:
+    """Where the taps of a window lie in a box, counted from the begin of the window."""
+    places = [
+        (channel * box[0] + y * dilation[0]) * box[1] + x * dilation[1]
+        for channel in range(channels)
+        for y in range(kernel[0])
+        for x in range(kernel[1])
+    ]
+    return torch.tensor(places + [0] * (length - len(places)), dtype=torch.int32, device=device)
+
+
+class Plan:
+    """A convolution of images of one size, cut up; kernels that have been launched stay ready.
+
+    `needed` of `backward` asks for gradients of the parameters, the logits, means, factors and noise.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        means: _Shape,
+        rank: int,
+        planes: int | None,
+        weight: _Shape,
+        has_bias: bool,
+        device: torch.device,
+    ) -> None:
+        self.settings, self.means, self.rank, self.planes = settings, means, rank, planes
+        self.weight, self.has_bias, self.device = weight, has_bias, device
+        self.shape = (means[0], weight[0], *settings.size)
+        self.small = weight[1] * weight[2] * weight[3] <= _SMALL
+        self._backward: dict[tuple[_Shape, tuple[bool, ...]], tuple[Any, ...]] = {}
+
+    @cached_property
+    def forward(self) -> tuple[Launch, Tensor, _Shape]:
+        _, out, rows, columns = self.shape
+        return self._forward((out * rows * columns, rows * columns, columns, 1))
+
+    @cached_property
+    def forward_channels_last(self) -> tuple[Launch, Tensor, _Shape]:
+        _, out, rows, columns = self.shape
+        return self._forward((out * rows * columns, 1, columns * out, out))
+
+    def _forward(self, strides: _Shape) -> tuple[Launch, Tensor, _Shape]:
+        """The launch, its table of taps, and the strides of the output."""
+        s, batch, way = self.settings, self.means[0], _FORWARD[self.small]
+        (across, tiles), parts, _, constants, table = self._cut(way)
+        numbers = (*self.means[3:], *s.size, across, tiles, *strides, s.low, s.high)
+        grid, arguments = (batch * tiles, parts, 1), (*numbers, *constants)
+        launch = Launch(forward_kernel, self.device, grid, arguments, num_stages=1, **way.options)
+        return launch, table, strides
+
+    def backward(self, strides: _Shape, needed: tuple[bool, ...]) -> tuple[Any, ...]:
+        """The launch, its table of taps, the number of programs, and what `_cut` says of blocks."""
+        found = self._backward.get((strides, needed))
+        if found is not None:
+            return found
+        s, batch, way = self.settings, self.means[0], _BACKWARD[self.small, any(needed[2:])]
+        (across, tiles), parts, blocks, constants, table = self._cut(way)
+        cuda = self.device.type == "cuda"
+        cores = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 2
+        programs = max(1, min(batch * tiles, way.programs * cores // parts))
+        numbers = (batch, *self.means[3:], *s.size, across, tiles, *strides, s.low, s.high)
+        grid, arguments = (programs, parts, 1), (*numbers, *constants, *needed)
+        launch = Launch(backward_kernel, self.device, grid, arguments, num_stages=1, **way.options)
+        self._backward[strides, needed] = launch, table, programs, blocks
+        return self._backward[strides, needed]
+
+    def _cut(self, way: _Way) -> tuple[tuple[int, int], int, tuple[int, int, int], Any, Tensor]:
+        """Tiles across and in all; parts of the channels; blocks of taps; the constants of a kernel; its table.
+
+        Of the taps: the number of chunks, the taps in one, and the places that the backward kernel keeps for them.
+        """
+        s, kernel, channels = self.settings, self.weight[2:], self.weight[1]
+        out = self.weight[0] // s.groups
+        tile = _tile(way.pixels, kernel, s)
+        box = _box(tile, kernel, s)
+        chunk = min(channels, max(1, _LARGEST_BOX // (box[0] * box[1])))
+        taps = chunk * kernel[0] * kernel[1]
+        block_o = min(max(power(out), 16), _MOST_CHANNELS)
+        block_t = min(max(power(taps), 16), way.taps)
+        constants = (
+            self.means[1],
+            self.rank,
+            channels,
+            s.groups,
+            out,
+            kernel[0] * kernel[1],
+            *s.stride,
+            *s.corner,
+            self.planes is not None,
+            self.planes is not None and self.planes > 1,
+            self.has_bias,
+            s.activation,
+            s.precision,
+            *tile,
+            *box,
+            chunk,
+            min(power(self.rank), way.stack),
+            block_o,
+            block_t,
+            power(chunk * box[0] * box[1]),
+            power(self.means[1]),
+        )
+        places = -(-taps // block_t) * block_t
+        table = _table(chunk, kernel, s.dilation, box, places, self.device)
+        blocks = (-(-channels // chunk), taps, taps if channels == chunk and taps <= block_t else places)
+        across, down = -(-s.size[1] // tile[1]), -(-s.size[0] // tile[0])
+        return (across, across * down), s.groups * -(-out // block_o), blocks, constants, table

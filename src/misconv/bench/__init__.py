@@ -1,0 +1,3 @@
+"""How fast it is, after a look whether it is right: `misconv bench`."""
+
+__all__ = []

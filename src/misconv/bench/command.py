@@ -1,0 +1,418 @@
+"""How fast the layer is, against the convolution and ReLU it replaces: `misconv bench`.
+
+Checks first that the fast path computes what the plain one does, then times everything side by side in one run. Needs
+torch alone; where the command line is not installed, ``python -m misconv.bench.command`` takes the same options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from misconv._backend import is_plain
+from misconv._store import check_new_or_ours, commit, device_name, read_json, try_place, versions
+from misconv.bench.checks import BOUNDS, CASES, MODES, WrongResultError, check
+from misconv.bench.clock import Pace, memory, times
+from misconv.bench.layer import Contender, Kind, Layer, Setting, likelihood
+from misconv.bench.warm_up import Job, checks, compile_ahead
+from misconv.store import write_bytes
+
+__all__ = ["KINDS", "SECTIONS", "WrongResultError", "choose", "keeper", "main", "run", "summary", "write"]
+
+# Przewięźlikowski et al., "MisConv: Convolutional Neural Networks for Missing Data", WACV 2022, Table 10: seconds of a
+# forward pass through a classical layer and through MisConv (L = 4), mean ± standard deviation of 5000 passes, on a
+# GeForce GTX 1080 or RTX 2080 (the paper does not say which); by image size and batch.
+PAPER = {
+    (28, 16): (0.00016, 0.00006, 0.00092, 0.00030),
+    (28, 32): (0.00017, 0.00006, 0.00097, 0.00041),
+    (28, 64): (0.00020, 0.00008, 0.00138, 0.00061),
+    (32, 16): (0.00022, 0.00012, 0.00109, 0.00039),
+    (32, 32): (0.00037, 0.00020, 0.00111, 0.00046),
+    (32, 64): (0.00034, 0.00016, 0.00121, 0.00047),
+    (64, 16): (0.00034, 0.00017, 0.00091, 0.00025),
+    (64, 32): (0.00031, 0.00012, 0.00115, 0.00037),
+    (64, 64): (0.00029, 0.00008, 0.00109, 0.00029),
+}
+SHARES = (0.0, 0.05, 0.25, 0.5, 0.75, 1.0)
+GROWTH: dict[str, list[Setting]] = {
+    "size": [Setting(size=n) for n in (28, 64, 112, 224, 448)],
+    "batch": [Setting(batch=n) for n in (1, 4, 16, 64, 256)],
+    "share": [Setting(share=share) for share in SHARES],
+    "components": [Setting(components=n) for n in (1, 2, 4, 8)],
+    "rank": [Setting(rank=n) for n in (0, 1, 2, 4, 8, 16)],
+}
+LARGE = Setting(size=224, filters=64)
+WIDE = replace(LARGE, kernel=7, stride=2, padding=3)
+EAGER = ("conv", "misconv", "plain")
+PLAIN_MOST_BYTES = 40e9  # what the plain path may allocate; a row that needs more is left out
+# The kinds of a row, and who takes part; conv_image is conv with the gradient of the images.
+TRAINING: dict[Kind, tuple[str, ...]] = {"weights": EAGER, "everything": ("conv", "conv_image", "misconv", "plain")}
+
+Row = dict[str, Any]
+
+
+# The sections ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Bench:
+    """One run: where, how long, and what it has found."""
+
+    generator: torch.Generator
+    pace: Pace
+    quick: bool
+    say: Callable[[str], None]
+    section: str = ""
+
+    @property
+    def device(self) -> torch.device:
+        """Where everything runs."""
+        return self.generator.device
+
+    def layer(self, setting: Setting) -> Layer:
+        """Weights and inputs for a setting, or for a tiny one like it."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # blocks that fitted the last setting would only be in the way
+        return Layer(setting.tiny() if self.quick else setting, self.generator)
+
+    def row(self, layer: Layer, kind: Kind, names: Sequence[str], peak: bool = False, **more: Any) -> Row:
+        """Time the contenders of one setting side by side."""
+        setting, skipped = layer.setting, {}
+        if "plain" in names and (needed := setting.plain_bytes(kind)) > PLAIN_MOST_BYTES:
+            skipped["plain"] = f"would allocate about {needed / 1e9:.0f} GB"
+        contenders = {name: layer.contender(name, kind) for name in names if name not in skipped}
+        return self.timed(setting, kind, contenders, peak, **({"skipped": skipped} if skipped else {}), **more)
+
+    def timed(self, setting: Setting, kind: str, contenders: dict[str, Contender], peak: bool, **more: Any) -> Row:
+        """The times, peaks and ratios of these contenders."""
+        row: Row = {"setting": asdict(setting), "kind": kind, "times": times(contenders, self.device, self.pace)}
+        row["ratios"] = _ratios({name: t["median_us"] for name, t in row["times"].items()})
+        if peak and self.device.type == "cuda":
+            row["memory"] = {name: memory(contender, self.device) for name, contender in contenders.items()}
+            row["memory_ratios"] = _ratios({name: m["added_mb"] for name, m in row["memory"].items()})
+        self.say(_line(self.section, setting, {**row, **more}))
+        return {**row, **more}
+
+
+class Rehearsal(Bench):
+    """A run in which nothing runs: it finds out what a run will launch."""
+
+    def jobs(self, sections: Sequence[str]) -> list[Job]:
+        """Every setting once, for all kinds; how much is missing changes no kernel."""
+        self.found: dict[Setting, dict[Kind, None]] = {}
+        for section in sections:
+            if section != "nll":
+                list(SECTIONS[section](self))
+        return [Job(setting, tuple(kinds)) for setting, kinds in self.found.items()]
+
+    def layer(self, setting: Setting) -> Any:
+        """The setting alone."""
+        return setting
+
+    def row(self, layer: Any, kind: Kind, names: Sequence[str], peak: bool = False, **more: Any) -> Row:
+        """Make a note of it."""
+        self.found.setdefault(replace(layer, share=Setting.share), {})[kind] = None
+        return {}
+
+
+def table10(bench: Bench) -> Iterator[Row]:
+    """The nine settings of the paper's Table 10, forward as there and forward and backward."""
+    graphs = ("conv_graph", "misconv_graph") if bench.device.type == "cuda" else ()
+    for (size, batch), (conv, conv_sd, ours, ours_sd) in PAPER.items():
+        layer = bench.layer(Setting(batch, 1 if size == 28 else 3, size))
+        paper = {"conv_s": conv, "conv_sd_s": conv_sd, "misconv_s": ours, "misconv_sd_s": ours_sd, "batch": batch}
+        yield bench.row(layer, "forward", ("conv", "conv_inplace", *EAGER[1:], *graphs), paper={"size": size, **paper})
+        for kind, names in TRAINING.items():
+            yield bench.row(layer, kind, names, peak=True)
+
+
+def large(bench: Bench) -> Iterator[Row]:
+    """Photographs: 3×3 filters as in VGG, 7×7 with stride 2 as in ResNet."""
+    for setting in (LARGE, WIDE):
+        for components in (1, 3):
+            layer = bench.layer(replace(setting, components=components))
+            yield bench.row(layer, "forward", ("conv", "conv_inplace", *EAGER[1:]), peak=True)
+            for kind, names in TRAINING.items():
+                yield bench.row(layer, kind, names, peak=True)
+            del layer
+
+
+def shares(bench: Bench) -> Iterator[Row]:
+    """How the time depends on how much is missing, for one and several components and ranks."""
+    for setting in (Setting(), LARGE):
+        for components in (1, 3):
+            for rank in (4, 8):
+                for share in SHARES:
+                    layer = bench.layer(replace(setting, components=components, rank=rank, share=share))
+                    yield bench.row(layer, "forward", ("conv", "misconv"))
+                    yield bench.row(layer, "weights", ("conv", "misconv"))
+                    yield bench.row(layer, "everything", ("conv", "conv_image", "misconv"))
+                    del layer
+
+
+def growth(bench: Bench) -> Iterator[Row]:
+    """One number varied at a time around 64×3×64×64, 3×3→32, K = 1, L = 4, a quarter missing."""
+    for name, settings in GROWTH.items():
+        for setting in settings:
+            layer = bench.layer(setting)
+            yield bench.row(layer, "forward", EAGER, varied=name)
+            yield bench.row(layer, "weights", EAGER, varied=name)
+            del layer
+
+
+def nll(bench: Bench) -> Iterator[Row]:
+    """`MFA.log_prob` of the seen pixels, forward and backward, as a density is trained."""
+    layer = bench.layer(Setting())
+    yield bench.timed(layer.setting, "log_prob", {n: likelihood(layer, n) for n in ("misconv", "plain")}, peak=True)
+
+
+def cpu(bench: Bench) -> Iterator[Row]:
+    """A small and a large first layer on a CPU, by how much is missing."""
+    for setting in (Setting(size=32), replace(WIDE, batch=8)):
+        for share in SHARES:
+            layer = bench.layer(replace(setting, share=share))
+            yield bench.row(layer, "forward", EAGER)
+            for kind, names in TRAINING.items():
+                yield bench.row(layer, kind, names)
+
+
+SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
+    function.__name__: function for function in (table10, large, shares, growth, nll, cpu)
+}
+# What runs where nothing else is said; the large settings would keep a CPU busy for hours.
+USUAL = {"cuda": ("table10", "large", "shares", "growth", "nll"), "cpu": ("cpu", "nll")}
+
+
+# A run -------------------------------------------------------------------------------------------------------------
+
+
+def choose(device: str | None, only: Sequence[str], out: Path | None) -> tuple[torch.device, list[str]]:
+    """The device and the sections that were asked for; a ValueError says what cannot be had, before any work."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in USUAL:
+        raise ValueError(f"--device must be cuda or cpu, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a GPU that torch can use, and there is none; --device cpu works anywhere")
+    for name in only:
+        if name not in SECTIONS:
+            raise ValueError(f"--only must be one of {', '.join(SECTIONS)}, got {name!r}")
+    if out is not None:
+        _check_out(Path(out))
+    if is_plain():
+        raise ValueError("the plain path is forced (MISCONV_PLAIN?): there would be no fast path to compare with it")
+    return torch.device(device), list(dict.fromkeys(only)) or list(USUAL[device])
+
+
+def _check_out(out: Path) -> None:
+    """Whether the numbers can be written, and replace nothing but such numbers: asked before minutes of work."""
+    try:
+        if out.is_dir():
+            raise ValueError(f"--out must name a file, got the folder {out}")
+        for path in (out, _partial(out)):
+            record = read_json(path)
+            check_new_or_ours("--out", path, isinstance(record, dict) and "benchmark" in record)
+        try_place("--out", out.parent)
+    except OSError as error:
+        raise ValueError(str(error)) from error
+
+
+def run(
+    device: torch.device,
+    sections: Sequence[str],
+    *,
+    quick: bool = False,
+    seed: int | None = None,
+    say: Callable[[str], None] = print,
+    keep: Callable[[dict[str, Any]], None] = lambda record: None,
+) -> dict[str, Any]:
+    """Check, measure, and return the record; a `WrongResultError` before anything is timed if a check fails.
+
+    `keep` gets the record after every section, so that a run which is stopped was not for nothing.
+    """
+    begin = time.perf_counter()
+    seed = int.from_bytes(os.urandom(3)) if seed is None else seed  # fresh inputs for every run, and recorded
+    generator = torch.Generator(device).manual_seed(seed)
+    record: dict[str, Any] = {
+        "benchmark": "the layer MisConv2d, beside the convolution and ReLU it replaces",
+        **_circumstances(device),
+        "settings": {
+            "seed": seed,
+            "quick": quick,
+            "dtype": "float32",
+            "pace": asdict(pace := Pace(0.002, 2, 3, 0.0005, 3) if quick else Pace()),
+            "bounds": BOUNDS,
+        },
+    }
+    cases = [case.tiny() for case in CASES] if quick else CASES
+    if device.type == "cuda" and not quick:
+        compile_ahead([*checks(cases), *Rehearsal(generator, pace, quick, say).jobs(sections)], say)
+    record["checks"] = check(cases, generator, say)
+    bench = Bench(generator, pace, quick, say)
+    record["sections"] = {}
+    for bench.section in sections:
+        record["sections"][bench.section] = list(SECTIONS[bench.section](bench))
+        keep(record)
+    record["seconds"] = time.perf_counter() - begin
+    record["load_average_after"] = _load()
+    for what, value in summary(record):
+        say(f"{what}: {value}")
+    return record
+
+
+def write(record: dict[str, Any], out: Path) -> None:
+    """The record as JSON, whole or not at all; what was kept on the way is no longer needed."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(out, (_json(record, 3) + "\n").encode())
+    if out != _partial(out):
+        _partial(out).unlink(missing_ok=True)
+
+
+def keeper(out: Path | None) -> Callable[[dict[str, Any]], None]:
+    """What `run` wants as `keep`: the sections so far go into a file beside `out`, which stays as it was."""
+    if out is None:
+        return lambda record: None
+    return lambda record: write(record, _partial(out))
+
+
+def _partial(out: Path) -> Path:
+    return out.with_name(f"{out.stem.removesuffix('.partial')}.partial.json")
+
+
+def summary(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """What to remember of a run: a sentence and a number or a range each."""
+    found = []
+    for mode, bound in BOUNDS.items():
+        errors = [e for c in record["checks"] if c["mode"] == mode for e in c["errors"].values()]
+        if errors:
+            found.append((f"largest error against float64, {MODES[mode]}", f"{max(errors):.1e} (bound {bound:.0e})"))
+    sections: dict[str, list[Row]] = record["sections"]
+    groups = {"the paper's nine settings": sections.get("table10", [])}
+    for section in ("large", "cpu"):
+        for row in sections.get(section, []):
+            name = str(Setting(**{**row["setting"], "share": 0})).removesuffix(" 0 %")
+            groups.setdefault(f"{section}, {name}", []).append(row)
+    for group, rows in groups.items():
+        for kind, title in KINDS.items():
+            chosen = [r for r in rows if r["kind"] == kind]
+            for pair, words in PAIRS.items():
+                found += _range(f"{group}, {title}: {words}", [r["ratios"].get(pair) for r in chosen])
+            peaks = [r.get("memory_ratios", {}).get("misconv/conv") for r in chosen]
+            found += _range(f"{group}, {title}: peak memory, {PAIRS['misconv/conv']}", peaks)
+    for row in sections.get("nll", []):
+        found += _range(f"log_prob, forward and backward: {PAIRS['plain/misconv']}", [row["ratios"]["plain/misconv"]])
+    return found
+
+
+KINDS: dict[Kind, str] = {
+    "forward": "forward",
+    "weights": "forward and backward (weight, bias)",
+    "everything": "forward and backward (weight, bias and the density)",
+}
+PAIRS = {
+    "misconv/conv": "MisConv / conv+ReLU",
+    "misconv/conv_image": "MisConv / conv+ReLU with the gradient of the image",
+    "misconv_graph/conv_graph": "MisConv / conv+ReLU in CUDA graphs",
+    "plain/misconv": "plain PyTorch / MisConv",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """`python -m misconv.bench.command`, for machines without the command line's packages."""
+    parser = argparse.ArgumentParser(prog="python -m misconv.bench.command", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", help="cuda or cpu; cuda where there is one")
+    parser.add_argument("--out", type=Path, help="file for the numbers, as JSON")
+    parser.add_argument("--quick", action="store_true", help="tiny settings, to see that everything runs")
+    parser.add_argument("--only", action="append", default=[], metavar="SECTION", help=", ".join(SECTIONS))
+    parser.add_argument("--seed", type=int, help="of the random inputs; new ones for every run if it is left out")
+    options = parser.parse_args(arguments)
+    try:
+        device, sections = choose(options.device, options.only, options.out)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        record = run(
+            device,
+            sections,
+            quick=options.quick,
+            seed=options.seed,
+            say=lambda s: print(s, flush=True),
+            keep=keeper(options.out),
+        )
+    except WrongResultError as error:
+        sys.exit(f"nothing was timed, the fast path is wrong: {error}")
+    if options.out is not None:
+        write(record, options.out)
+
+
+# Inside ------------------------------------------------------------------------------------------------------------
+
+
+def _ratios(values: dict[str, float]) -> dict[str, float]:
+    """Whatever can be compared of these."""
+    pairs = {pair: pair.split("/") for pair in (*PAIRS, "plain/conv", "misconv/conv_inplace")}
+    return {pair: round(values[a] / values[b], 4) for pair, (a, b) in pairs.items() if a in values and values.get(b)}
+
+
+def _range(what: str, values: Sequence[float | None]) -> list[tuple[str, str]]:
+    known = sorted(v for v in values if v is not None)
+    if not known:
+        return []
+    low, high = (f"{v:.2f}" for v in (known[0], known[-1]))
+    return [(what, low if low == high else f"{low} to {high}")]
+
+
+def _line(section: str, setting: Setting, row: Row) -> str:
+    parts = [f"{name} {t['median_us']:.1f} µs" for name, t in row["times"].items()]
+    parts += [f"{name} skipped, {why}" for name, why in row.get("skipped", {}).items()]
+    parts += [f"{pair} {ratio:.2f}" for pair, ratio in row["ratios"].items()]
+    parts += [f"{name} {m['added_mb']:.0f} MB" for name, m in row.get("memory", {}).items()]
+    return f"{section}  {setting}  {row['kind']}:  {', '.join(parts)}"
+
+
+def _json(value: Any, depth: int, indent: str = "") -> str:
+    """JSON with one line for every row, so that it is small and two records can be compared."""
+    if depth == 0 or not isinstance(value, dict | list) or not value:
+        return json.dumps(value, ensure_ascii=False)
+    inner = indent + "  "
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(inner + _json(v, 0) for v in value) + f"\n{indent}]"
+    lines = (f"{inner}{json.dumps(k, ensure_ascii=False)}: {_json(v, depth - 1, inner)}" for k, v in value.items())
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+
+
+def _circumstances(device: torch.device) -> dict[str, Any]:
+    """Where the numbers come from."""
+    return {
+        "commit": commit(),
+        "versions": versions(device),
+        "device": device_name(device),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": _load(),
+        # While timing, as torch has them by default; the checks set the first two themselves.
+        "flags": {
+            "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
+            "cuda.matmul.allow_tf32": torch.backends.cuda.matmul.allow_tf32,
+            "cudnn.benchmark": torch.backends.cudnn.benchmark,
+            "cudnn.deterministic": torch.backends.cudnn.deterministic,
+        },
+    }
+
+
+def _load() -> float | None:
+    """How busy the machine has been for a minute; Windows does not say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+if __name__ == "__main__":
+    main()

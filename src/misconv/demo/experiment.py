@@ -1,0 +1,334 @@
+"""The newcomer's experiment: real digits, a quarter of each missing for good, nine ways to classify them.
+
+Nothing here but the last row reads a hidden pixel: all methods get the incomplete images.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from misconv import data, impute
+from misconv._train import falling, one_device
+from misconv.density import SMFA, ConvDMFA
+from misconv.layers import MisConv2d
+from misconv.mfa import MFA
+from misconv.missing import hide, observe, square
+from misconv.paper.networks import PartialReLU
+from misconv.training import fit_classifier, fit_density
+
+__all__ = ["SETTINGS", "Demo", "Density", "Method", "run"]
+
+SETTINGS: dict[str, Any] = {
+    "images": 1797,  # of which …
+    "train": 1200,
+    "validation": 200,  # and the rest is for the test
+    "fraction": 1 / 4,
+    "smfa": {"components": 8, "rank": 4},
+    "dmfa": {"components": 3, "rank": 4, "widths": (24, 48), "depths": (1, 2, 1)},
+    "dmfa_epochs": 40,
+    "dmfa_learning_rate": 3e-3,
+    "dmfa_batch_size": 32,
+    "classifier_epochs": 15,
+    "classifier_learning_rate": 3e-3,  # like the other one, it falls to 0 along a cosine
+    "classifier_batch_size": 64,
+    "seeds": 3,
+}
+
+Inputs = MFA | Tensor | tuple[Tensor, ...]
+
+
+@dataclass
+class Method:
+    """One row of the table."""
+
+    name: str
+    what: str  # in words
+    accuracy: list[float] = field(default_factory=list)  # one per seed, on incomplete test images
+
+    @property
+    def mean(self) -> float:
+        """Over seeds."""
+        return sum(self.accuracy) / len(self.accuracy)
+
+    @property
+    def deviation(self) -> float:
+        """Over seeds, with n − 1; 0 for a single one."""
+        if len(self.accuracy) < 2:
+            return 0.0
+        return math.sqrt(sum((a - self.mean) ** 2 for a in self.accuracy) / (len(self.accuracy) - 1))
+
+
+@dataclass
+class Density:
+    """How well a density predicts pixels that were hidden from it, on test images."""
+
+    name: str
+    nll: float  # per hidden pixel
+    rmse: float
+    coverage: dict[float, float]  # interval -> share of hidden pixels inside
+    seconds: float  # to fit
+    weights: list[float]  # mean probability of each component
+
+
+@dataclass
+class Demo:
+    """Everything the report shows."""
+
+    settings: dict[str, Any]
+    methods: list[Method]
+    densities: list[Density]
+    seconds: float
+    truth: Tensor  # some test images (N, 1, 8, 8)
+    labels: Tensor  # (N,)
+    observed: Tensor  # (N, 1, 8, 8)
+    imputed: dict[str, Tensor]  # method -> filled images (N, 1, 8, 8)
+    deviations: dict[str, Tensor]  # density -> standard deviation of every pixel (N, 1, 8, 8)
+    samples: Tensor  # completions drawn from the density network (S, N, 1, 8, 8)
+    responses: dict[str, Tensor]  # way -> responses of one trained first layer (N, O, 8, 8)
+
+
+class Network(nn.Module):
+    """The same small CNN for every method; only the first layer knows of missing pixels."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.first = first
+        self.rest = nn.Sequential(
+            nn.BatchNorm2d(16),
+            nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.BatchNorm2d(32),
+            nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Dropout(0.2), nn.Linear(128, 10),
+        )  # fmt: skip
+
+    def forward(self, *inputs: Any) -> Tensor:
+        """Logits (B, 10)."""
+        out: Tensor = self.rest(self.first(*inputs))
+        return out
+
+
+def run(
+    *,
+    seed: int = 0,
+    settings: dict[str, Any] | None = None,
+    progress: bool = True,
+    say: Callable[[str], None] = lambda line: None,
+) -> Demo:
+    """The whole experiment; the same seed gives the same numbers.
+
+    Args:
+        seed: of the split, the missing regions, the densities and the classifiers.
+        settings: changes to `SETTINGS`.
+        progress: whether to show progress bars.
+        say: called with a line of text at every stage.
+    """
+    chosen = {**SETTINGS, **(settings or {})}
+    started = time.perf_counter()
+    complete, labels = data.digits()
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(complete), generator=generator, device="cpu")[: chosen["images"]]
+    complete, labels = complete[order], labels[order]
+    seen = square(len(complete), 8, 8, fraction=chosen["fraction"], generator=generator)
+    # From here on the hidden pixels are gone; `complete` serves the last row and the pictures alone.
+    incomplete, observed = observe(complete.masked_fill(~seen, math.nan))
+    return compare(incomplete, observed, complete, labels, chosen, seed, progress, say, started)
+
+
+def compare(
+    x: Tensor,
+    observed: Tensor,
+    complete: Tensor,
+    labels: Tensor,
+    chosen: dict[str, Any],
+    seed: int,
+    progress: bool,
+    say: Callable[[str], None],
+    started: float,
+) -> Demo:
+    """Fit the densities, train every method with every seed, and collect what the report shows."""
+    train = slice(0, chosen["train"])
+    validation = slice(chosen["train"], chosen["train"] + chosen["validation"])
+    known, test = slice(0, validation.stop), slice(validation.stop, None)
+
+    say("Learning what digits look like, from incomplete digits")
+    densities: list[tuple[str, nn.Module, float]] = []
+    for name, make in _densities(chosen, seed).items():
+        clock = time.perf_counter()
+        densities.append((name, make(x[known], observed[known], progress), time.perf_counter() - clock))
+    measured = [_measure(name, d, seconds, x[test], observed[test], seed) for name, d, seconds in densities]
+    by_name = {name: density for name, density, _ in densities}
+    smfa, dmfa = (_mfa(by_name[name], x, observed) for name in ("SMFA", "DMFA"))
+
+    say("Filling in the missing pixels")
+    fitted: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "zero": impute.zero,
+        "mean": impute.Mean().fit(x[known], observed[known]),
+        "k-NN": impute.KNN(5).fit(x[known], observed[known]),
+    }
+    filled = {name: method(x, observed) for name, method in fitted.items()}
+    filled["DMFA"] = dmfa.mean
+
+    def point(name: str) -> MFA:
+        return MFA.point(filled[name])
+
+    with_mask = MFA.point(torch.cat([filled["zero"], observed.float()], 1))
+    rows: list[tuple[str, str, Inputs, Callable[[], nn.Module]]] = [
+        ("zero", "missing pixels are set to 0", point("zero"), _misconv),
+        ("mask", "set to 0, and a second channel says which pixels were seen", with_mask, _misconv_with_mask),
+        ("mean", "set to their average over the training images", point("mean"), _misconv),
+        ("k-NN", "set to the average of the 5 most similar training images", point("k-NN"), _misconv),
+        ("partial convolution", "the first layer skips them and scales the rest up", (x, observed), _partial),
+        ("MFA imputation", "set to the mean that the density network predicts", point("DMFA"), _misconv),
+        ("MisConv (SMFA)", "expected response under one mixture fitted to all images", smfa, _misconv),
+        ("MisConv (DMFA)", "expected response under the density network", dmfa, _misconv),
+        ("complete images", "nothing is missing: the most that can be hoped for", MFA.point(complete), _misconv),
+    ]
+    methods: list[Method] = []
+    first_layer: nn.Module | None = None
+    for name, what, inputs, first in rows:
+        say(f"Training the classifier: {name}")
+        method = Method(name, what)
+        for number in range(chosen["seeds"]):
+            network = _train(first, inputs, labels, train, validation, chosen, seed + number, progress)
+            method.accuracy.append(_accuracy(network, _take(inputs, test), labels[test]))
+        methods.append(method)
+        if name == "MisConv (DMFA)":
+            first_layer = network.first
+    assert isinstance(first_layer, MisConv2d)
+
+    # The first test image of every digit.
+    shown = torch.stack([(labels[test] == digit).nonzero()[0, 0] + test.start for digit in labels[test].unique()])
+    ways = {
+        "set to 0": MFA.point(filled["zero"][shown]),
+        "set to the mean": MFA.point(filled["DMFA"][shown]),
+        "MisConv": dmfa[shown],
+        "nothing missing": MFA.point(complete[shown]),
+    }
+    with torch.no_grad():
+        return Demo(
+            settings={**chosen, "seed": seed},
+            methods=methods,
+            densities=measured,
+            seconds=time.perf_counter() - started,
+            truth=complete[shown],
+            labels=labels[shown],
+            observed=observed[shown],
+            imputed={name: values[shown] for name, values in (filled | {"SMFA": smfa.mean}).items()},
+            deviations={"SMFA": smfa[shown].variance.sqrt(), "DMFA": dmfa[shown].variance.sqrt()},
+            samples=dmfa[shown].sample(4, generator=torch.Generator().manual_seed(seed)),
+            responses={name: first_layer(p) for name, p in ways.items()},
+        )
+
+
+def _misconv() -> nn.Module:
+    return MisConv2d(1, 16, 3, padding=1)
+
+
+def _misconv_with_mask() -> nn.Module:
+    return MisConv2d(2, 16, 3, padding=1)
+
+
+def _partial() -> nn.Module:
+    return PartialReLU(1, 16, 3, padding=1)
+
+
+def _densities(chosen: dict[str, Any], seed: int) -> dict[str, Callable[[Tensor, Tensor, bool], nn.Module]]:
+    """How each density is made from images and observed."""
+
+    def independent(x: Tensor, observed: Tensor, progress: bool) -> nn.Module:
+        return SMFA(components=1, rank=0).fit(x, observed, seed=seed)
+
+    def smfa(x: Tensor, observed: Tensor, progress: bool) -> nn.Module:
+        density = SMFA(**chosen["smfa"])
+        fit_density(density, x, observed, seed=seed, fabric=_fabric(), progress=progress)
+        return density
+
+    def dmfa(x: Tensor, observed: Tensor, progress: bool) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            density = ConvDMFA(1, **chosen["dmfa"])
+        fit_density(
+            density, x, observed, epochs=chosen["dmfa_epochs"], batch_size=chosen["dmfa_batch_size"], seed=seed,
+            learning_rate=falling(chosen["dmfa_learning_rate"], chosen["dmfa_epochs"]),
+            fabric=_fabric(), progress=progress,
+        )  # fmt: skip
+        return density.eval()
+
+    return {"independent pixels": independent, "SMFA": smfa, "DMFA": dmfa}
+
+
+def _mfa(density: nn.Module, x: Tensor, observed: Tensor) -> MFA:
+    """What the density says of all images, computed once."""
+    with torch.no_grad():
+        p = density(x, observed)
+    assert isinstance(p, MFA)
+    return p
+
+
+def _measure(name: str, density: nn.Module, seconds: float, x: Tensor, observed: Tensor, seed: int) -> Density:
+    """Hide another quarter of the test images and see how well it is predicted."""
+    known = hide(observed, square, fraction=1 / 4, generator=torch.Generator().manual_seed(seed))
+    target = observed & ~known
+    p = _mfa(density, x, known)
+    count = target.sum()
+    return Density(
+        name=name,
+        nll=float(-p.log_prob(x, target).sum() / count),
+        rmse=float(((p.mean - x).where(target, 0).square().sum() / count).sqrt()),
+        coverage={level: coverage(p, x, target, level) for level in (0.5, 0.9)},
+        seconds=seconds,
+        weights=p.weights.mean(0).tolist(),
+    )
+
+
+def coverage(p: MFA, x: Tensor, where: Tensor, level: float) -> float:
+    """The share of the pixels in `where` that lie inside the central interval of that probability."""
+    deviation = (p.noise + p.factors.square().sum(2)).sqrt()  # (B, K, C, H, W)
+    below = torch.special.ndtr((x.unsqueeze(1) - p.means) / deviation)
+    quantile = (p.weights[..., None, None, None] * below).sum(1)
+    inside = (quantile - 0.5).abs() <= level / 2
+    return float((inside & where).sum() / where.sum())
+
+
+def _fabric() -> Any:
+    """The CPU, whatever else there is: digits are small, and the numbers are to be the same everywhere."""
+    return one_device("cpu")
+
+
+def _take(inputs: Inputs, part: slice) -> Inputs:
+    return tuple(t[part] for t in inputs) if isinstance(inputs, tuple) else inputs[part]
+
+
+def _train(
+    first: Callable[[], nn.Module],
+    inputs: Inputs,
+    labels: Tensor,
+    train: slice,
+    validation: slice,
+    chosen: dict[str, Any],
+    seed: int,
+    progress: bool,
+) -> Network:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = Network(first())
+    fit_classifier(
+        network, _take(inputs, train), labels[train],
+        validation_inputs=_take(inputs, validation), validation_labels=labels[validation],
+        epochs=chosen["classifier_epochs"], batch_size=chosen["classifier_batch_size"],
+        learning_rate=falling(chosen["classifier_learning_rate"], chosen["classifier_epochs"]), seed=seed,
+        fabric=_fabric(), progress=progress,
+    )  # fmt: skip
+    return network.eval()
+
+
+def _accuracy(network: nn.Module, inputs: Inputs, labels: Tensor) -> float:
+    with torch.no_grad():
+        logits = network(*inputs) if isinstance(inputs, tuple) else network(inputs)
+    return int((logits.argmax(1) == labels).sum()) / len(labels)
