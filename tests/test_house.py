@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "missing": {"torch", "numpy", "_checks"},
     "mfa": {"torch", "_backend", "_checks", "_math", "_triton"},
     "_conv": {"torch", "_backend", "_checks", "_math", "_triton", "mfa"},
-    "functional": {"torch", "_backend", "_triton", "_checks", "_conv", "_math", "mfa"},
+    "functional": {"torch", "_triton", "_backend", "_backend", "_triton", "_checks", "_conv", "_math", "mfa"},
     "layers": {"torch", "_checks", "_conv", "_math", "functional", "mfa"},
     "_density": {"torch", "_checks", "_math", "mfa"},
     "density": {"torch", "_checks", "_density", "_math", "mfa"},
