@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from misconv import MFA, MisConv2d, plain
+from misconv._conv import Convolution
+from misconv._conv.border import border_noise
 from misconv._math.expectations import expectation_of_spread
-from misconv._math.padding import border_noise
 from misconv.functional import batch_norm_moments, conv2d_moments, expected_conv2d, partial_conv2d
 from tests.reference import dense_moments, integrate, random_mfa, tolerance
 from tests.strategies import Case, cases
@@ -49,11 +50,13 @@ def test_repeated_pixels_of_other_padding_modes_are_exact(case: Case) -> None:
 def test_only_border_windows_are_computed_again() -> None:
     """6 of 224 rows and columns of a 7×7 convolution: nothing of the size of all windows times all pairs of taps."""
     noise, weight = torch.rand(1, 1, 2, 224, 224), torch.randn(3, 2, 7, 7)
-    border = border_noise(noise, weight, 1, 3, 1, 1, "reflect")
+    border = border_noise(noise, Convolution(weight, None, 1, 3, 1, 1, "reflect"))
     assert border is not None
     assert border.variance.shape == (1, 1, 3, 224**2 - 218**2)
-    assert border_noise(noise, weight, 1, 3, 1, 1, "circular") is None  # it repeats nothing in so large an image
-    assert border_noise(noise, weight, 1, 0, 1, 1, "reflect") is None
+    assert (
+        border_noise(noise, Convolution(weight, None, 1, 3, 1, 1, "circular")) is None
+    )  # it repeats nothing in so large an image
+    assert border_noise(noise, Convolution(weight, None, 1, 0, 1, 1, "reflect")) is None
 
 
 def test_weights_of_a_repeated_pixel_that_cancel_leave_their_sum() -> None:

@@ -292,7 +292,7 @@ def test_the_plain_path_serves_where_kernels_do_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(MFA, "device", property(lambda self: torch.device("cuda")))
-    _path.fall_back.cache_clear()
+    _path.warn_plain_path.cache_clear()
     p, x = random_mfa(2, 1, 2, (1, 3, 3)), torch.randn(2, 1, 3, 3)
     assert p._fused(x)
     assert not p[:0]._fused(x[:0])
