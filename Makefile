@@ -1,9 +1,10 @@
-# make demo   fit, train and compare on handwritten digits; writes a report to open in a browser
-# make test   lint, types, tests and doctests (what CI runs)
-# make lint   ruff and mypy alone
-# make bench  time what is meant to be fast, against what it replaces
-# make fuzz   look for defects with random cases, for MINUTES (10 if not given)
-# make docs   measure what the documents state and draw their pictures
+# make demo       fit, train and compare on handwritten digits; writes a report to open in a browser
+# make test       lint, types, tests and doctests (what CI runs)
+# make test-gpu   the tests once more, on a GPU
+# make lint       ruff and mypy alone
+# make bench      time what is meant to be fast, against what it replaces
+# make fuzz       look for defects with random cases, for MINUTES (10 if not given)
+# make docs       measure what the documents state and draw their pictures
 # Everything happens in .venv, which any target creates with the pinned versions of constraints.txt.
 
 .DEFAULT_GOAL := test
@@ -12,7 +13,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint bench fuzz docs clean
+.PHONY: demo test test-gpu lint bench fuzz docs clean
 .DELETE_ON_ERROR:
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -28,6 +29,11 @@ lint: $(VENV)/installed
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses auto --quiet
+
+# Processes share the one GPU, so there are few of them.
+test-gpu: $(VENV)/installed
+	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "test-gpu needs a GPU, and torch sees none here")'
+	$(BIN)/python -m pytest --device cuda --numprocesses 4 --quiet tests
 
 demo: $(VENV)/installed
 	$(BIN)/misconv demo --out misconv-demo --overwrite

@@ -54,7 +54,8 @@ def respond(
     compiling = torch.compiler.is_compiling()
     if compiling and torch.compiler.is_exporting():
         return None  # an exported network shall need nothing but the operators of torch
-    if not compiling and not is_eager(p.means, weight):
+    parts = (p.means, weight) if bias is None else (p.means, weight, bias)
+    if not compiling and not is_eager(*parts):
         return None
     means, observed = p.means, p.observed
     dtype, device = means.dtype, means.device
@@ -125,7 +126,8 @@ def _plan(
 
     What is wrong with an argument is for the plain path to say.
     """
-    fits = len(means) == 5 and len(weight) == 4 and type(groups) is int and groups > 0
+    fits = len(means) == 5 and len(weight) == 4 and 0 not in weight and type(groups) is int and groups > 0
+    fits = fits and weight_dtype.is_floating_point and (bias is None or bias[1].is_floating_point)
     fits = fits and weight[1] * groups == means[2] and weight[0] % groups == 0
     fits = fits and device == weight_device and (bias is None or (bias[0] == weight[:1] and bias[2] == device))
     if not fits or (isinstance(padding, str) and padding not in ("same", "valid")):
