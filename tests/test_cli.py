@@ -74,8 +74,9 @@ def test_demo_in_a_pipe(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("tiny")
 def test_the_same_seed_gives_the_same_numbers(tmp_path: Path) -> None:
     found = []
-    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
-        result = call("demo", "--quick", "--seeds", "1", "--seed", seed, "--out", str(tmp_path / name))
+    for name, seed, device in (("a", "1", "cpu"), ("b", "1", "meta"), ("c", "2", "cpu")):
+        with torch.device(device):  # the default device is of no account
+            result = call("demo", "--quick", "--seeds", "1", "--seed", seed, "--out", str(tmp_path / name))
         assert result.exit_code == 0, result.output
         facts = json.loads((tmp_path / name / "results.json").read_text(encoding="utf-8"))
         assert facts["settings"]["seed"] == int(seed)

@@ -121,6 +121,15 @@ def test_images_need_not_be_square_or_float_or_on_the_cpu() -> None:
     assert (panel(figure, 0)[::scale, ::scale] == x[0].permute(1, 2, 0).cpu().numpy()).all()
 
 
+def test_the_default_device_is_of_no_account() -> None:
+    x, observed = some()
+    drawn = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            drawn.append(pixels(figures.imputations(x, observed, {"k-NN": x}, {"DMFA": x / 2})))
+    assert (drawn[0] == drawn[1]).all()
+
+
 # Nothing hidden leaks ----------------------------------------------------------------------------------------------
 
 

@@ -130,6 +130,13 @@ def test_the_batch_size_changes_nothing() -> None:
     assert one == pytest.approx(all_at_once, rel=tolerance("exact"))
 
 
+def test_the_default_device_is_of_no_account() -> None:
+    images, observed = some()
+    found = quality(constant(0.5), images, observed)
+    with torch.device("meta"):
+        assert quality(constant(0.5), images, observed) == found
+
+
 def test_the_most_probable_image_is_the_mean_of_the_heaviest_component() -> None:
     p = random_mfa(4, 3, 1, (1, 6, 6))
     chosen = p.weights.argmax(1).tolist()
