@@ -606,9 +606,9 @@ def test_a_graph_draws_what_launches_draw(fabric: Fabric) -> None:
         nn.init.constant_(module[1].weight, 0.0)
         x = torch.ones(SIZE, 6, device=fabric.device)
 
-        def loss(model: nn.Module, indices: Tensor, x: Tensor = x) -> tuple[Tensor, Tensor]:
-            kept = model[0](x[indices])
-            return model[1](kept).sum(), (kept.detach() * torch.arange(6, device=x.device)).sum().double().unsqueeze(0)
+        def loss(model: nn.Module, indices: Tensor, x: Tensor = x, module: Any = module) -> tuple[Tensor, Tensor]:
+            kept = module[0](x[indices])
+            return module[1](kept).sum(), (kept.detach() * torch.arange(6, device=x.device)).sum().double().unsqueeze(0)
 
         options = {"module": module, "figures": 1, "summarise": lambda sums: {"sum": sums[0]}, "learning_rate": 0.0}
         (history,) = train([job(fabric, loss=loss, resident=captured, **options)], fabric, epochs=3, progress=False)
@@ -633,11 +633,11 @@ def test_a_graph_that_is_killed_goes_on_from_the_last_epoch(fabric: Fabric, tmp_
 
 
 @gpu
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("error", [None, Crash])
 def test_what_cannot_be_captured_is_trained_all_the_same(
-    fabric: Fabric, captures: list[tuple[int, bool]], fails: bool
+    fabric: Fabric, captures: list[tuple[int, bool]], error: type[Exception] | None
 ) -> None:
-    """A step that looks at a value; after it torch's generators draw as before. Any other error is passed on."""
+    """A step that reads a value, or fails only there; after it torch's generators draw as before."""
     before = torch.cuda.get_rng_state()
 
     def looking(one: Job) -> Job:
@@ -645,28 +645,39 @@ def test_what_cannot_be_captured_is_trained_all_the_same(
 
         def loss(model: nn.Module, indices: Tensor) -> tuple[Tensor, Tensor]:
             value, figures = inner(model, indices)
-            if fails and torch.cuda.is_current_stream_capturing():
-                raise Crash
-            value.item()
+            if error is not None and torch.cuda.is_current_stream_capturing():
+                raise error
+            value.detach().item()
             return value, figures
 
         one.loss = loss
         return one
 
     jobs = [looking(one) for one in resident(fabric)]
-    if fails:
-        with pytest.raises(Crash):
-            train(jobs, fabric, epochs=2, progress=False)
-    else:
-        histories = train(jobs, fabric, epochs=2, progress=False)
-        assert captures == [(3, False)]  # it is tried once
-        for number, alone in enumerate(resident(fabric, resident=False)):
-            (history,) = train([alone], fabric, epochs=2, progress=False)
-            assert history == histories[number]
-            assert same(alone.module, jobs[number].module)
+    histories = train(jobs, fabric, epochs=2, progress=False)
+    assert captures == [(3, False)]  # it is tried once
+    for number, alone in enumerate(resident(fabric)):
+        (history,) = train([looking(alone)], fabric, epochs=2, progress=False)
+        assert history == histories[number]
+        assert same(alone.module, jobs[number].module)
     assert torch.equal(torch.cuda.get_rng_state(), before)
     assert F.dropout(torch.ones(100, device=fabric.device)).unique().tolist() == [0, 2]
-    torch.cuda.set_rng_state(before)
+
+
+@gpu
+def test_an_interruption_while_a_graph_is_captured_is_passed_on(fabric: Fabric) -> None:
+    (one, *_) = resident(fabric)
+    inner = one.loss
+
+    def loss(model: nn.Module, indices: Tensor) -> tuple[Tensor, Tensor]:
+        if torch.cuda.is_current_stream_capturing():
+            raise KeyboardInterrupt
+        return inner(model, indices)
+
+    one.loss = loss
+    with pytest.raises(KeyboardInterrupt):
+        train([one], fabric, epochs=2, progress=False)
+    assert F.dropout(torch.ones(100, device=fabric.device)).unique().tolist() == [0, 2]
 
 
 @gpu
@@ -674,9 +685,9 @@ def test_images_that_fill_no_batch_need_no_graph(fabric: Fabric, captures: list[
     jobs = resident(fabric, size=BATCH - 1)
     histories = train(jobs, fabric, epochs=2, progress=False)
     assert captures == []
-    alone = resident(fabric, size=BATCH - 1, resident=False)
-    assert train(alone, fabric, epochs=2, progress=False) == histories
-    assert same(alone[2].module, jobs[2].module)
+    for number, alone in enumerate(resident(fabric, size=BATCH - 1)):
+        assert train([alone], fabric, epochs=2, progress=False) == [histories[number]]
+        assert same(alone.module, jobs[number].module)
 
 
 @gpu

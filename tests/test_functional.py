@@ -263,8 +263,10 @@ def test_images_in_any_unit_keep_the_digits_of_float32(scale: float, activation:
         p = MFA(*leaves[:4], observed)
         y = expected_conv2d(p, leaves[4], None, 1, 1, padding_mode=mode, activation=activation)
         (y / size.to(type_) * direction.to(type_)).sum().backward()
-        # By a share of each parameter, which has no unit.
-        return y.detach(), *(t.grad * t.detach() for t in leaves[1:])  # type: ignore[operator]
+        # By a share of each parameter, which has no unit. An exact pixel stands in all components: the sum counts.
+        shares = [t.grad * t.detach() for t in leaves[1:]]  # type: ignore[operator]
+        shares[0] = torch.where(observed.unsqueeze(1), shares[0].sum(1, keepdim=True), shares[0])
+        return y.detach(), *shares
 
     for context, kernel in ((plain, False), (contextlib.nullcontext, fused(activation, mode))):
         truth = Truth(activation, mean, spread, exact.weights, fused=kernel)

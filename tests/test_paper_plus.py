@@ -270,7 +270,7 @@ def test_what_is_trained_on_and_what_chooses(tmp_path: Path, monkeypatch: pytest
         assert torch.equal(inputs.rows, rows)
         assert torch.equal(labels, images.train_labels[rows])
         assert torch.equal(more["validation_labels"], images.train_labels[held])
-        chosen = more["validation_inputs"](torch.arange(len(held)))
+        chosen = more["validation_inputs"](torch.arange(len(held), device=held.device))
         x, observed = experiment.train.at(held)
         if isinstance(chosen, MFA):
             assert chosen.observed is not None

@@ -204,7 +204,7 @@ def test_complete_images_are_torchvisions_own(name: str, arguments: dict[str, An
     if dtype == torch.uint8 and (name == "normalize" or arguments.get("fill") is math.nan):
         return
     own = function(tv_tensors.Image(x), **arguments)
-    ones = torch.ones(1, *SIDE, dtype=torch.float64)
+    ones = torch.ones(1, *SIDE, dtype=dtype if dtype.is_floating_point else torch.float32)  # moved as the image is
     inside = function(tv_tensors.Image(ones), **arguments) if name in MOVES else None
     edges = isinstance(inside, Tensor) and bool(((plain(inside) - 1).abs() > 1e-4).any())
     if edges and dtype == torch.uint8:

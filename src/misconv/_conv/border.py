@@ -49,7 +49,9 @@ def border_noise(noise: Tensor, conv: Convolution) -> Border | None:
     # Rows of windows that repeat pixels, corners included; and the rest of such columns.
     rows = _strips(_padded(images, (left, right, 0, 0), mode), filters, down, strides[1], dilations[1])
     if len(down.windows) > 0 and len(across.windows) > 0:
-        rows = rows.index_copy(-1, across.windows, _corners(images, filters, down, across))
+        # Not index_copy along the last axis, whose gradient torch 2.11 cannot compile.
+        corners = _corners(images, filters, down, across).movedim(-1, 0)
+        rows = rows.movedim(-1, 0).index_put((across.windows,), corners).movedim(0, -1)
     columns = _strips(_padded(images, (0, 0, top, bottom), mode).mT, filters.mT, across, strides[0], dilations[0])
     rest = torch.tensor([row for row in range(size[0]) if row not in found[0][0]], dtype=torch.long)
     rest = rest.to(noise.device)

@@ -223,10 +223,12 @@ def _capture(running: Sequence[Running], device: torch.device) -> torch.cuda.CUD
         usual.set_state(state)
         for run in running:
             run.dropout = Dropout(device)
-        if not isinstance(error, RuntimeError):
-            raise
+        # Where a capture ends by an error, torch raises one of its own.
+        first = error.__context__ or error
+        if not isinstance(first, Exception):  # Ctrl-C
+            raise first from None
         # Only its words: the error itself holds on to the graph of gradients, which belongs to another stream.
-        reason = str(error)
+        reason = str(first)
         _log.warning("the training step cannot be captured as a CUDA graph, and is launched anew each time: %s", reason)
         torch.cuda.synchronize(device)
         for run, saved in zip(running, copies, strict=True):
