@@ -638,7 +638,6 @@ def test_what_cannot_be_captured_is_trained_all_the_same(
     fabric: Fabric, captures: list[tuple[int, bool]], error: type[Exception] | None
 ) -> None:
     """A step that reads a value, or fails only there; after it torch's generators draw as before."""
-    before = torch.cuda.get_rng_state()
 
     def looking(one: Job) -> Job:
         inner = one.loss
@@ -653,11 +652,12 @@ def test_what_cannot_be_captured_is_trained_all_the_same(
         one.loss = loss
         return one
 
-    jobs = [looking(one) for one in resident(fabric)]
+    jobs, others = ([looking(one) for one in resident(fabric)] for _ in range(2))
+    before = torch.cuda.get_rng_state()
     histories = train(jobs, fabric, epochs=2, progress=False)
     assert captures == [(3, False)]  # it is tried once
-    for number, alone in enumerate(resident(fabric)):
-        (history,) = train([looking(alone)], fabric, epochs=2, progress=False)
+    for number, alone in enumerate(others):
+        (history,) = train([alone], fabric, epochs=2, progress=False)
         assert history == histories[number]
         assert same(alone.module, jobs[number].module)
     assert torch.equal(torch.cuda.get_rng_state(), before)

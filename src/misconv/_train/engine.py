@@ -224,11 +224,12 @@ def _capture(running: Sequence[Running], device: torch.device) -> torch.cuda.CUD
         for run in running:
             run.dropout = Dropout(device)
         # Where a capture ends by an error, torch raises one of its own.
-        first = error.__context__ or error
-        if not isinstance(first, Exception):  # Ctrl-C
-            raise first from None
+        if isinstance(error.__context__, KeyboardInterrupt | SystemExit):
+            raise error.__context__ from None
+        if not isinstance(error, Exception):
+            raise
         # Only its words: the error itself holds on to the graph of gradients, which belongs to another stream.
-        reason = str(first)
+        reason = str(error.__context__ or error)
         _log.warning("the training step cannot be captured as a CUDA graph, and is launched anew each time: %s", reason)
         torch.cuda.synchronize(device)
         for run, saved in zip(running, copies, strict=True):
