@@ -173,7 +173,7 @@ def fit_classifier(
     # Classifiers are trained in rows, with a table at the end; a density is one, and its figures are worth a line.
     (history,) = train(
         [job], fabric, epochs=epochs, patience=patience, checkpoint=checkpoint, progress=progress, title="classifier",
-        stays=False,
+        transient=True,
     )  # fmt: skip
     return history
 

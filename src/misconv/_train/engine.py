@@ -49,7 +49,7 @@ def train(
     checkpoint_seconds: float = 0.0,
     progress: bool = True,
     title: str = "training",
-    stays: bool = True,
+    transient: bool = False,
 ) -> list[list[Record]]:
     """Train all jobs; leaves every module with its best parameters, where and as it came.
 
@@ -60,7 +60,7 @@ def train(
         patience: stop after so many epochs in which no job got better.
         checkpoint: a file to continue from if it exists, and to write after an epoch.
         checkpoint_seconds: the least time between two writes; with 0, the default, every epoch is written.
-        progress, title, stays: of a bar.
+        progress, title, transient: of a bar; a transient one goes when it is done.
 
     Returns:
         For every job a record per epoch.
@@ -85,7 +85,7 @@ def train(
         if found is not None:
             start -= _resume(running, file, *found, epochs)
         written = time.monotonic()
-        bar = progress_bar(progress and fabric.global_rank == 0, title, epochs, running[0].done, stays=stays)
+        bar = progress_bar(progress and fabric.global_rank == 0, title, epochs, running[0].done, transient=transient)
         advance = stack.enter_context(bar)
         for record in _epochs(running, fabric, epochs, patience, captured):
             if checkpoint is not None and time.monotonic() - written >= checkpoint_seconds:
@@ -143,7 +143,7 @@ def _settings(jobs: Sequence[Job], fabric: Fabric, patience: int | None) -> dict
             "batch_size": job.batch_size,
             "weight_decay": job.weight_decay,
             "clip": job.clip,
-            "factors": job.factors,
+            "learning_rate_scale": job.learning_rate_scale,
             "data": None if job.data is None else job.data(),
             "patience": patience,
             "precision": str(fabric._precision.precision),

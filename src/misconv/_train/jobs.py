@@ -37,9 +37,9 @@ __all__ = [
     "check_count",
     "check_share",
     "classifier_job",
+    "cosine_schedule",
     "count_right",
     "density_job",
-    "falling",
 ]
 
 Inputs = MFA | Tensor | tuple[Tensor, ...] | Callable[[Tensor], Any]
@@ -164,7 +164,7 @@ def classifier_job(
     seed: int = 0,
     label_smoothing: float = 0.0,
     weight_decay: float = 0.0,
-    factors: dict[str, float] | None = None,
+    learning_rate_scale: dict[str, float] | None = None,
     begin: Callable[[int], None] | None = None,
     settings: dict[str, Any] | None = None,
     name: str = "training",
@@ -227,8 +227,8 @@ def classifier_job(
 
     return Job(
         network, loss, 1 + count, summarise, evaluate, size, batch_size, learning_rate, seed=seed, begin=begin,
-        resident=resident, settings=known | (settings or {}), weight_decay=weight_decay, factors=factors or {},
-        name=name, data=lambda: identify_data((given, validation_labels)),
+        resident=resident, settings=known | (settings or {}), weight_decay=weight_decay, name=name,
+        learning_rate_scale=learning_rate_scale or {}, data=lambda: identify_data((given, validation_labels)),
     )  # fmt: skip
 
 
@@ -242,11 +242,11 @@ def count_right(
     return int(right)
 
 
-def falling(rate: float, epochs: int) -> Callable[[int], float]:
-    """A learning rate that falls from `rate` to nearly 0 along a cosine.
+def cosine_schedule(rate: float, epochs: int) -> Callable[[int], float]:
+    """A learning rate that decreases from `rate` to nearly 0 along a cosine.
 
     Example:
-        >>> [round(falling(1.0, 4)(epoch), 2) for epoch in range(4)]
+        >>> [round(cosine_schedule(1.0, 4)(epoch), 2) for epoch in range(4)]
         [1.0, 0.85, 0.5, 0.15]
     """
     return lambda epoch: rate * (1 + math.cos(math.pi * epoch / epochs)) / 2

@@ -65,7 +65,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def progress_bar(
-    show: bool, title: str, total: int, done: int, *, stays: bool = True
+    show: bool, title: str, total: int, done: int, *, transient: bool = False
 ) -> Iterator[Callable[[Record], None]]:
     """A progress bar with the figures of the last epoch beside it; yields what moves it on."""
     if not show:
@@ -76,7 +76,7 @@ def progress_bar(
     except ImportError as error:
         raise ImportError("progress bars need rich: pip install 'misconv[train]', or pass progress=False") from error
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.fields[figures]}"), transient=not stays) as progress:
+    with Progress(*columns, TextColumn("{task.fields[figures]}"), transient=transient) as progress:
         task = progress.add_task(title, total=total, completed=done, figures="")
 
         def advance(record: Record) -> None:
