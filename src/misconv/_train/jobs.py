@@ -35,6 +35,7 @@ __all__ = [
     "Inputs",
     "as_floats",
     "check_count",
+    "check_incomplete",
     "check_share",
     "classifier_job",
     "cosine_schedule",
@@ -61,7 +62,7 @@ def density_job(
     clip: float | None = 5.0,
 ) -> Job:
     """The training of a density; the arguments are those of `misconv.fit_density`."""
-    images, observed = _check_incomplete(images, observed)
+    images, observed = check_incomplete(images, observed)
     seed, batch_size = check_seed("seed", seed), check_size("batch_size", batch_size)
     check_fraction(fraction)
     check_share("validation", validation)
@@ -342,7 +343,8 @@ def check_count(name: str, value: int) -> None:
         raise ValueError(f"{name} must be an integer of at least 0, got {describe(value)}")
 
 
-def _check_incomplete(images: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
+def check_incomplete(images: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
+    """Images, floating point or bytes, and what is observed of them as bool."""
     if not _is_bytes(images):
         check_images("images", images)
     elif images.dim() != 4 or 0 in images.shape:
