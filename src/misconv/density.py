@@ -32,10 +32,10 @@ from misconv._density import (
     check_sizes,
     collect,
     head,
+    initialize_components,
     maximize,
     measure,
     pairs,
-    part_components,
     result_type,
     some,
     start,
@@ -85,7 +85,7 @@ class LinearDMFA(Network):
         self.means = nn.Linear(width_in, components * pixels)
         self.factors = nn.Linear(width_in, components * rank * pixels) if rank else None
         self.noise = nn.Linear(width_in, components * pixels)
-        part_components(self.means, self.noise)
+        initialize_components(self.means, self.noise)
 
     def config(self) -> dict[str, Any]:
         """The arguments that make another one like this."""
@@ -163,7 +163,7 @@ class ConvDMFA(Network):
         self.factors = head(inside, components * rank * channels) if rank else None
         self.noise = head(inside, components * channels)
         self.logits = nn.Linear(inside, components) if components > 1 else None  # one needs no weight
-        part_components(self.means[-1], self.noise[-1])
+        initialize_components(self.means[-1], self.noise[-1])
 
     def config(self) -> dict[str, Any]:
         """The arguments that make another one like this."""

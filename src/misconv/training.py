@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 from misconv._checks import check_seed, check_size, describe
 from misconv._train import (
     Checkpoint,
+    EpochRecord,
     Rate,
-    Record,
     as_floats,
     check_fabric,
     check_incomplete,
@@ -64,7 +64,7 @@ def fit_density(
     checkpoint: str | Path | None = None,
     fabric: Fabric | None = None,
     progress: bool = True,
-) -> list[Record]:
+) -> list[EpochRecord]:
     """Teach a density what missing pixels may be, from incomplete images alone.
 
     In every step a further region of what is seen is hidden, and the negative log-likelihood of the hidden pixels given
@@ -84,7 +84,7 @@ def fit_density(
         mse_epochs: in this many first epochs the squared error of the mean is added.
         shape, fraction: the region that is hidden; see `misconv.missing.hide`.
         validation: the share of images set aside to measure on; 0 for none.
-        patience: stop after so many epochs without a better validation.
+        patience: stop after this many epochs without a better validation.
         seed: of everything random.
         checkpoint: a file to continue from if it exists, and to write after every epoch. It is continued by the same
             training alone: the same density, images and settings, with as many `epochs` or more.
@@ -139,7 +139,7 @@ def fit_classifier(
     checkpoint: str | Path | None = None,
     fabric: Fabric | None = None,
     progress: bool = True,
-) -> list[Record]:
+) -> list[EpochRecord]:
     """Train a classifier on images, or on what a density says of them; keep the epoch that is best on validation.
 
     Args:
@@ -210,7 +210,7 @@ def _fit_by_em(
     checkpoint: str | Path | None,
     fabric: Fabric,
     progress: bool,
-) -> list[Record]:
+) -> list[EpochRecord]:
     """EM with a checkpoint after every iteration; several processes share the images out among them."""
     images, observed = check_incomplete(images, observed)
     seed = check_seed("seed", seed)

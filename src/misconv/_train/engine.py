@@ -26,12 +26,12 @@ from misconv._train.identity import identify_module
 from misconv._train.loan import borrowed
 from misconv._train.processes import check_agreement, synchronized
 from misconv._train.running import Dropout, Job, Rate, Running, generator, rate_of, under
-from misconv._train.session import Record, progress_bar
+from misconv._train.session import EpochRecord, progress_bar
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["Job", "Rate", "Record", "generator", "train"]
+__all__ = ["EpochRecord", "Job", "Rate", "generator", "train"]
 
 _log = logging.getLogger("misconv")
 
@@ -50,14 +50,14 @@ def train(
     progress: bool = True,
     title: str = "training",
     transient: bool = False,
-) -> list[list[Record]]:
+) -> list[list[EpochRecord]]:
     """Train all jobs; leaves every module with its best parameters, where and as it came.
 
     An error, or an interruption, leaves it with the best parameters so far, or as it came.
 
     Args:
         jobs: of one number of images and one batch size.
-        patience: stop after so many epochs in which no job got better.
+        patience: stop after this many epochs in which no job got better.
         checkpoint: a file to continue from if it exists, and to write after an epoch.
         checkpoint_seconds: the least time between two writes; with 0, the default, every epoch is written.
         progress, title, transient: of a bar; a transient one goes when it is done.
@@ -102,7 +102,7 @@ def train(
 
 def _epochs(
     running: Sequence[Running], fabric: Fabric, epochs: int, patience: int | None, captured: bool
-) -> Iterator[Record]:
+) -> Iterator[EpochRecord]:
     """Train epoch by epoch; yields what is recorded of the first job."""
     full, graph = running[0].full, None
     for epoch in range(running[0].done, epochs):
@@ -236,7 +236,7 @@ def _capture(running: Sequence[Running], device: torch.device) -> torch.cuda.CUD
 
 
 def _branch(running: Sequence[Running], streams: Sequence[torch.cuda.Stream], steps: int) -> None:
-    """So many steps of every job, each on a stream of its own."""
+    """Some steps of every job, each on a stream of its own."""
     main = torch.cuda.current_stream()
     for run, stream in zip(running, streams, strict=True):
         stream.wait_stream(main)

@@ -24,7 +24,7 @@ from misconv._checks import (
 from misconv._train.identity import fingerprint, identify, identify_data
 from misconv._train.loan import borrowed, check_trainable
 from misconv._train.running import Job, Rate, generator
-from misconv._train.session import Record
+from misconv._train.session import EpochRecord
 from misconv.mfa import MFA
 from misconv.missing import hide, square
 
@@ -125,11 +125,11 @@ def density_job(
         scale = fabric.world_size / total.clamp_min(1)
         return (nll + squared * error) * scale, torch.stack([nll, error, count]).double()
 
-    def summarise(sums: list[float]) -> Record:
+    def summarise(sums: list[float]) -> EpochRecord:
         nll, error, pixels = sums
         return {"nll": nll / max(pixels, 1), "mse": error / max(pixels, 1)}
 
-    def evaluate(model: nn.Module) -> tuple[float, Record]:
+    def evaluate(model: nn.Module) -> tuple[float, EpochRecord]:
         if len(held) == 0:
             return -math.inf, {}
         sums = torch.zeros(2, dtype=torch.float64, device=fabric.device)
@@ -215,11 +215,11 @@ def classifier_job(
             return loss, total.detach().unsqueeze(0)
         return loss, torch.stack([total.detach(), (output.argmax(1) == truth).sum()]).double()
 
-    def summarise(sums: list[float]) -> Record:
+    def summarise(sums: list[float]) -> EpochRecord:
         figures = {"loss": sums[0] / size}
         return figures | {"accuracy": sums[1] / size} if count else figures
 
-    def evaluate(model: nn.Module) -> tuple[float, Record]:
+    def evaluate(model: nn.Module) -> tuple[float, EpochRecord]:
         if validation_labels is None:
             return -math.inf, {}
         size = max(4 * batch_size, 1024) if resident else 4 * batch_size

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from misconv._checks import describe
 from misconv._train.loan import Loan
 from misconv._train.processes import nothing_of
-from misconv._train.session import Record
+from misconv._train.session import EpochRecord
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -61,8 +61,8 @@ class Job:
     module: nn.Module
     loss: Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]]
     figures: int
-    summarise: Callable[[list[float]], Record]
-    evaluate: Callable[[nn.Module], tuple[float, Record]]
+    summarise: Callable[[list[float]], EpochRecord]
+    evaluate: Callable[[nn.Module], tuple[float, EpochRecord]]
     size: int
     batch_size: int
     learning_rate: Rate
@@ -96,7 +96,7 @@ class Running:
         )  # fmt: skip
         self.model, self.optimizer = fabric.setup(job.module, optimizer)
         self.parameters = [p for p in job.module.parameters() if p.requires_grad]
-        self.history: list[Record] = []
+        self.history: list[EpochRecord] = []
         self.rates: list[float] = []
         self.best_score, self.best_epoch = math.inf, -1
         self.least = _least(job, fabric.world_size)

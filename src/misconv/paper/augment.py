@@ -28,7 +28,7 @@ class Augmented:
     Args:
         versions: the images with nothing more hidden, then all of them again with more and more hidden.
         rows: which images of a version.
-        hide: whether to use the versions with more hidden. shift: by at most so many pixels. flip: left and right.
+        hide: whether to use the versions with more hidden. shift: by at most this many pixels. flip: left and right.
         cached: whether to return the MFAs that `versions` has cached, after `form`; otherwise images and their masks.
     """
 
@@ -105,7 +105,7 @@ class Augmented:
 
 
 class Versions:
-    """All training images, then all of them again for each of `EXTRA`, with so much more hidden.
+    """All training images, then all of them again for each share in `EXTRA`, which is hidden in addition.
 
     Args:
         data: the images.

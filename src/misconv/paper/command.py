@@ -49,7 +49,7 @@ DATASETS: dict[str, tuple[str, ...]] = {"7": ("svhn",), "9": ("mnist",), "10": (
 USUAL = ("mnist", "svhn", "cifar10")
 SOME = {"6": ("misconv_smfa", "misconv_dmfa"), "8": ("mfa", "misconv_dmfa"), "ablation": ("misconv_dmfa",)}
 WITH_PLUS = ("1", "2", "9")
-# `--quick`: so many images for training and test, and so many epochs of each part.
+# `--quick`: the number of images for training and for the test, and the epochs of each part.
 FEW_IMAGES = (600, 200)
 FEW_EPOCHS = {"dmfa": 1, "smfa": 2, "classifier": 1}
 # A tenth of them has to choose the epoch, and no pixel may be missing in all of them.
