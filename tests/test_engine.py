@@ -18,7 +18,7 @@ from misconv._train import engine as _engine
 from misconv._train import session as _session
 from misconv._train.engine import Job, train
 from misconv._train.jobs import classifier_job
-from misconv.paper.networks import Classifier, first_layer
+from misconv.paper.networks import Classifier, misconv_layer
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -246,7 +246,7 @@ def test_a_factor_of_zero_freezes_and_what_was_frozen_stays_so(fabric: Fabric) -
     start = state(module)
     arguments = {"loss": loss, "figures": 1, "summarise": lambda sums: {}, "evaluate": lambda model: (-math.inf, {})}
     train(
-        [job(fabric, module=module, factors={"frozen.": 0.0}, weight_decay=0.5, **arguments)],
+        [job(fabric, module=module, learning_rate_scale={"frozen.": 0.0}, weight_decay=0.5, **arguments)],
         fabric, epochs=1, progress=False,
     )  # fmt: skip
     still = {name for name, value in module.state_dict().items() if torch.equal(value.cpu(), start[name].cpu())}
@@ -258,7 +258,7 @@ def test_a_factor_of_zero_freezes_and_what_was_frozen_stays_so(fabric: Fabric) -
 
 def trio(fabric: Fabric, crash: int | None = None, where: str = "begin") -> list[Job]:
     """Three jobs, of which the second may raise an error in an epoch: before it, or after it when it is judged."""
-    jobs = [job(fabric, 0), job(fabric, 1, factors={"0.": 0.1}, weight_decay=0.1), job(fabric, 2)]
+    jobs = [job(fabric, 0), job(fabric, 1, learning_rate_scale={"0.": 0.1}, weight_decay=0.1), job(fabric, 2)]
     if crash is not None and where == "begin":
         jobs[1].begin = raising_at(crash)
     elif crash is not None:
@@ -314,7 +314,7 @@ def test_the_classifiers_of_the_paper_can_be_continued(
 
     def made() -> Job:
         torch.manual_seed(0)
-        module = Classifier(first_layer("zero", 1), (1, 8, 8), 10, kind)
+        module = Classifier(misconv_layer(1), (1, 8, 8), 10, kind)
         arguments = {"validation_inputs": MFA.point(x[30:]), "validation_labels": labels[30:]}
         made = classifier_job(
             module, MFA.point(x[:30]), labels[:30], fabric, batch_size=10, learning_rate=1e-3, **arguments
@@ -698,7 +698,7 @@ def test_a_real_graph_takes_the_same_steps(fabric: Fabric) -> None:
     jobs = []
     for captured in (True, True, False, False):
         torch.manual_seed(0)
-        module = Classifier(first_layer("zero", 1), (1, 8, 8), 10, "small")
+        module = Classifier(misconv_layer(1), (1, 8, 8), 10, "small")
         made = classifier_job(
             module, MFA.point(x), labels, fabric, batch_size=24, learning_rate=1e-3, seed=len(jobs) % 2
         )
@@ -723,7 +723,7 @@ def test_a_real_graph_is_continued(fabric: Fabric, tmp_path: Path) -> None:
         jobs = []
         for seed in (0, 1):
             torch.manual_seed(0)
-            module = Classifier(first_layer("zero", 1), (1, 8, 8), 10, "large")
+            module = Classifier(misconv_layer(1), (1, 8, 8), 10, "large")
             options: dict[str, Any] = {"batch_size": 24, "learning_rate": 1e-3, "seed": seed}
             jobs.append(classifier_job(module, MFA.point(x), labels, fabric, **options))
         return jobs

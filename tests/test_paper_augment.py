@@ -12,7 +12,7 @@ from torch import Tensor
 
 from misconv import MFA, ConvDMFA
 from misconv.paper.augment import EXTRA, Augmented, Versions
-from misconv.paper.inputs import Incomplete, filled
+from misconv.paper.inputs import IncompleteImages, filled
 from misconv.paper.plus import with_mask
 
 SHAPE = (2, 6, 5)
@@ -22,10 +22,10 @@ COUNT = 8
 # Versions ----------------------------------------------------------------------------------------------------------
 
 
-def pixels(count: int = COUNT) -> Incomplete:
+def pixels(count: int = COUNT) -> IncompleteImages:
     torch.manual_seed(0)
     images = torch.randint(256, (count, *SHAPE), dtype=torch.uint8)
-    return Incomplete(images, torch.rand(count, 1, *SHAPE[1:]) < 0.7)
+    return IncompleteImages(images, torch.rand(count, 1, *SHAPE[1:]) < 0.7)
 
 
 def network() -> ConvDMFA:
@@ -69,7 +69,7 @@ def test_the_usual_pixel_is_that_of_the_seen_ones() -> None:
 
 
 def augmented(versions: Versions, rows: Tensor, seed: int = 0, **changes: Any) -> Augmented:
-    arguments = {"hide": True, "shift": 2, "flip": True, "remembered": False}
+    arguments = {"hide": True, "shift": 2, "flip": True, "cached": False}
     return Augmented(versions, rows, seed, **(arguments | changes))
 
 
@@ -116,13 +116,13 @@ def test_images_are_shifted_and_flipped(shift: int, flip: bool, hide: bool) -> N
 def test_what_is_remembered_is_shifted_and_flipped(shift: int, flip: bool, mask: bool) -> None:
     """What comes in from beyond the border is missing, with mean and variance of the nearest pixel, and by itself."""
     versions, rows = Versions(pixels(), network()), torch.tensor([5, 1, 7, 0, 2])
-    drawn = augmented(versions, rows, shift=shift, flip=flip, remembered=True, **({"form": with_mask} if mask else {}))
+    drawn = augmented(versions, rows, shift=shift, flip=flip, cached=True, **({"form": with_mask} if mask else {}))
     indices = torch.tensor([4, 0, 0, 2, 1, 3])
     # A frame of what is usual: at its border continued outwards.
     mean, variance = (F.pad(usual.view(1, *SHAPE), (3, 3, 3, 3), mode="replicate")[0] for usual in versions.usual)
     for epoch in range(3):
         drawn.begin(epoch)
-        found, original = drawn(indices), versions.remembered(drawn.virtual[indices])
+        found, original = drawn(indices), versions.cached(drawn.virtual[indices])
         for number, index in enumerate(indices.tolist()):
             move = [int(value) for value in drawn.moves[:, index]]
             down, right, flipped = move[0], move[1], bool(move[2])
@@ -161,18 +161,18 @@ def test_unmoved_and_with_nothing_more_hidden_it_is_what_the_density_says() -> N
     data, density = pixels(), network()
     rows = torch.tensor([5, 1, 7, 0, 2])
     plain = {"hide": False, "shift": 0, "flip": False}
-    remembered = augmented(Versions(data, density), rows, remembered=True, **plain)
+    cached = augmented(Versions(data, density), rows, cached=True, **plain)
     images = augmented(Versions(data), rows, **plain)
-    for drawn in (remembered, images):
+    for drawn in (cached, images):
         drawn.begin(3)
     indices = torch.tensor([3, 0])
     x, observed = images(indices)
     assert torch.equal(x, data.at(rows[indices])[0])
     assert torch.equal(observed, data.observed[rows[indices]])
-    expected, found = density(x, observed), remembered(indices)
+    expected, found = density(x, observed), cached(indices)
     torch.testing.assert_close(found.mean, expected.mean)
     torch.testing.assert_close(found.variance, expected.variance)
-    certain = augmented(remembered.versions, rows, remembered=True, form=filled, **plain)(indices)
+    certain = augmented(cached.versions, rows, cached=True, form=filled, **plain)(indices)
     assert torch.equal(certain.mean, found.mean)
     assert not certain.variance.any()
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 
 from misconv import store
 from misconv.paper import cache as module
-from misconv.paper.cache import FORMAT, Cache, key
+from misconv.paper.cache import FORMAT, Cache, as_json, key
 
 SETTINGS: dict[str, Any] = {
     "dataset": "digits",
@@ -74,6 +74,27 @@ def test_whatever_differs_makes_another_name(tmp_path: Path) -> None:
     assert [cache.get(settings)["number"] for settings in every] == list(range(len(every)))  # type: ignore[index]
     assert len({cache.density(settings) for settings in every}) == len(every)
     assert len({cache.running(settings) for settings in [*every, every]}) == len(every) + 1
+
+
+def test_settings_are_what_a_file_gives_back() -> None:
+    """With lists for tuples, down to the last one; so a record equals the unit that it is the record of."""
+
+    @dataclass(frozen=True)
+    class Inner:
+        widths: tuple[int, ...] = (1, 2)
+
+    @dataclass(frozen=True)
+    class Outer:
+        rate: float = 0.1
+        inner: Inner | None = Inner()
+        nothing: Inner | None = None
+
+    found = as_json(Outer())
+    assert found == {"rate": 0.1, "inner": {"widths": [1, 2]}, "nothing": None}
+    assert json.loads(json.dumps(found)) == found
+    assert key(found) == key(json.loads(json.dumps(found)))
+    with pytest.raises(ValueError, match="JSON"):
+        as_json(Outer(rate=float("nan")))
 
 
 @pytest.mark.parametrize(("bad", "error"), [(float("nan"), ValueError), ({1, 2}, TypeError), (Path("x"), TypeError)])
@@ -146,71 +167,6 @@ def test_a_record_that_json_cannot_say_is_not_written(bad: object, tmp_path: Pat
     with pytest.raises((ValueError, TypeError), match="JSON"):
         cache.keep(SETTINGS, {"number": bad})
     assert files(tmp_path) == before
-
-
-def together(cache: Cache) -> None:
-    checkpoints = [cache.running(SETTINGS), cache.running([SETTINGS])]
-    for path in checkpoints:
-        path.write_text("parameters")
-    units = [SETTINGS | {"seed": seed} for seed in range(3)]
-    cache.keep_together([(unit, {"number": unit["seed"]}) for unit in units], checkpoints)
-
-
-class Killed(BaseException):
-    """Nobody catches it."""
-
-
-@pytest.mark.parametrize("step", range(1, 12))
-def test_records_are_kept_together_whenever_it_is_killed(
-    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The plan and three records are written, each by way of a file that is removed; checkpoints and plan are removed."""
-    calls = 0
-
-    def counting(original: Callable[..., None]) -> Callable[..., None]:
-        def call(*arguments: Any, **more: Any) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == step:
-                raise Killed
-            original(*arguments, **more)
-
-        return call
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "write_bytes", counting(store.write_bytes))
-        patch.setattr(Path, "unlink", counting(Path.unlink))
-        with pytest.raises(Killed):
-            together(Cache(tmp_path))
-    again = Cache(tmp_path)
-    records = [again.get(SETTINGS | {"seed": seed}) for seed in range(3)]
-    if step == 1:
-        assert records == [None] * 3
-        assert len(list((tmp_path / "running").iterdir())) == 2
-    else:
-        assert records == [{"number": seed, "settings": SETTINGS | {"seed": seed}} for seed in range(3)]
-        assert not list((tmp_path / "running").iterdir())
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"records": [{}], "checkpoints": []}', '{"records": 1}'])
-def test_a_plan_that_is_none_is_refused_and_left_alone(text: str, tmp_path: Path) -> None:
-    cache = Cache(tmp_path)
-    path = cache.running(SETTINGS).with_suffix(".json")
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"must hold records of misconv, got something else; move it away") as caught:
-        Cache(tmp_path)
-    assert str(path) in str(caught.value)
-    assert path.read_text() == text
-
-
-def test_a_plan_of_another_format_is_left_alone(tmp_path: Path) -> None:
-    cache = Cache(tmp_path)
-    path = tmp_path / "running" / f"{key(SETTINGS)}-{FORMAT + 1}.json"
-    path.write_text("{")
-    assert Cache(tmp_path).get(SETTINGS) is None
-    assert path.exists()
-    together(cache)
-    assert list((tmp_path / "running").iterdir()) == [path]
 
 
 def test_what_a_killed_process_left_half_written_goes_after_a_while(tmp_path: Path) -> None:

@@ -20,12 +20,15 @@ from torch import Tensor, nn
 from misconv import MFA, SMFA, data, impute, store
 from misconv._store.provenance import commit
 from misconv._train import jobs as _jobs
+from misconv._train import running as _running
 from misconv.data import ImageSet
 from misconv.paper import cache as caches
-from misconv.paper import classification, densities, plus
-from misconv.paper.cache import FORMAT, Cache, key
-from misconv.paper.classification import METHODS, SHAPES, Experiment
-from misconv.paper.inputs import Incomplete
+from misconv.paper import classification, densities, methods, plus
+from misconv.paper.cache import FORMAT, Cache, as_json, key
+from misconv.paper.classification import SHAPES, ClassifierSettings, Experiment, Settings, Trained
+from misconv.paper.densities import DensitySettings
+from misconv.paper.inputs import IncompleteImages, Take
+from misconv.paper.methods import TRAINED, Method, method_named
 from misconv.paper.quality import quality
 from misconv.paper.scores import Record
 
@@ -33,16 +36,18 @@ if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
 TRAIN, TEST = 120, 60
-SETTINGS: dict[str, Any] = {
-    "dmfa": {"kind": "LinearDMFA", "rank": 2, "epochs": 1, "batch_size": 48, "rates": [1e-3], "mse_epochs": 0},
-    "smfa": {"kind": "SMFA", "components": 2, "rank": 1, "epochs": 2},
-    "classifier": {"kind": "small", "epochs": 1, "batch_size": 40, "rate": 5e-3},
-}
+SETTINGS = Settings(
+    dmfa=DensitySettings("LinearDMFA", rank=2, epochs=1, batch_size=48, learning_rates=(1e-3,)),
+    smfa=DensitySettings("SMFA", components=2, rank=1, epochs=2),
+    classifier=ClassifierSettings("small", epochs=1, batch_size=40, learning_rate=5e-3),
+)
+METHODS = [method.name for method in TRAINED]
 # MisConv+ in small; what it says of masks, shifts and the rest stays.
-RECIPE: dict[str, Any] = {
-    **plus.PLUS["digits"], "epochs": 1, "flip": True, "batch_size": 40,
-    "density": {**plus.PLUS["digits"]["density"], "rank": 2, "widths": [4, 8], "depths": [1, 1, 1], "epochs": 1},
-}  # fmt: skip
+_OWN = plus.PLUS["digits"].density
+assert isinstance(_OWN, DensitySettings)
+PLUS_DENSITY = replace(_OWN, rank=2, widths=(4, 8), depths=(1, 1, 1), epochs=1)
+RECIPE = replace(plus.PLUS["digits"], epochs=1, flip=True, batch_size=40, density=PLUS_DENSITY)
+DENSITIES = {"smfa": SETTINGS.smfa, "dmfa": SETTINGS.dmfa, "plus": PLUS_DENSITY}
 FIELDS = {
     "dataset", "shape", "method", "seed", "accuracy_incomplete", "accuracy_complete", "epoch", "seconds", "settings", "device",
     "versions", "commit",
@@ -97,12 +102,10 @@ class Spied(Experiment):
         self.networks: dict[tuple[str, str | None, int], nn.Module] = {}
         self.histories: list[list[dict[str, float]]] = []
 
-    def test_once(
-        self, settings: dict[str, Any], method: str, seed: int, network: nn.Module, *rest: Any, **more: Any
-    ) -> tuple[dict[str, Any], Record]:
-        self.networks[method, settings.get("variant"), seed] = network
-        self.histories.append(rest[0])
-        return super().test_once(settings, method, seed, network, *rest, **more)
+    def test_once(self, trained: Trained, *takes: Take) -> Record:
+        self.networks[trained.method.name, trained.variant, trained.seed] = trained.network
+        self.histories.append(trained.history)
+        return super().test_once(trained, *takes)
 
 
 def given_to_jobs(monkeypatch: pytest.MonkeyPatch, place: Any) -> list[tuple[Any, Tensor, dict[str, Any]]]:
@@ -118,8 +121,8 @@ def given_to_jobs(monkeypatch: pytest.MonkeyPatch, place: Any) -> list[tuple[Any
     return given
 
 
-def classifier(**changes: Any) -> dict[str, Any]:
-    return {**SETTINGS, "classifier": SETTINGS["classifier"] | changes}
+def classifier(**changes: Any) -> Settings:
+    return replace(SETTINGS, classifier=replace(SETTINGS.classifier, **changes))
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
@@ -147,8 +150,8 @@ def everything(images: ImageSet, filler: float = 0.0) -> tuple[list[Record], Spi
     with tempfile.TemporaryDirectory() as folder:
         experiment = Spied(folder, images, filler=filler)
         records = experiment.run(METHODS, [0]) + plus.run_plus(experiment, [0], tuple(plus.VARIANTS))
-        for kind in ("smfa", "dmfa", "plus"):
-            experiment.density(kind)
+        for kind, chosen in DENSITIES.items():
+            experiment.density(kind, chosen)
     return records, experiment
 
 
@@ -171,8 +174,8 @@ def test_hidden_pixels_reach_no_method_but_gt(poison: str) -> None:
     for name, network in experiment.networks.items():
         # GT is the proof that a difference would be seen; a filler is not for those who see all.
         assert same(network, original.networks[name]) == (name[0] != "gt" or poison == "nan"), name
-    for kind in ("smfa", "dmfa", "plus"):
-        assert same(experiment.density(kind), original.density(kind))
+    for kind, chosen in DENSITIES.items():
+        assert same(experiment.density(kind, chosen), original.density(kind, chosen))
     names = ["accuracy_incomplete", "accuracy_validation", "epoch"] + ["accuracy_complete"] * (poison == "nan")
     for record, other in zip(records, expected, strict=True):
         if record["method"] != "gt" or poison == "nan":
@@ -210,14 +213,14 @@ def test_test_images_are_read_once_after_training(tmp_path: Path, monkeypatch: p
 
     class Watched(Spied):
         @cached_property
-        def test(self) -> Incomplete:
+        def test(self) -> IncompleteImages:
             events.append("test")
             found = self._incomplete(self.data.test, 2)
             at = found.at
             found.at = lambda rows: events.append(f"at {len(rows)}") or at(rows)  # type: ignore[method-assign, func-returns-value]
             return found
 
-        def whole(self, part: str) -> Tensor:
+        def whole(self, part: str) -> IncompleteImages:
             events.append(f"complete {part}")
             return super().whole(part)
 
@@ -323,13 +326,19 @@ def test_every_image_has_one_region_of_the_right_size(shape: str, hidden: int, t
 
 def test_all_methods_and_seeds_have_the_same_regions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, list[Tensor]] = {"train": [], "test": []}
-    make = classification.of_method
 
-    def spy(method: str, images: Incomplete, tools: dict[str, Any]) -> Any:
-        seen["train" if len(images) == TRAIN else "test"].append(images.observed.clone())
-        return make(method, images, tools)
+    def spied(name: str) -> Method:
+        method = method_named(name)
+        make = method.inputs
+        assert make is not None
 
-    monkeypatch.setattr(classification, "of_method", spy)
+        def spy(images: IncompleteImages, fitted: Any) -> Take:
+            seen["train" if len(images) == TRAIN else "test"].append(images.observed.clone())
+            return make(images, fitted)
+
+        return replace(method, inputs=spy)
+
+    monkeypatch.setattr(classification, "method_named", spied)
     Spied(tmp_path / "a").run(["partial", "mfa"], [0])
     Spied(tmp_path / "b").run(["misconv_smfa", "zero"], [1, 2])
     for part in seen.values():
@@ -380,7 +389,7 @@ def test_seeds_differ_and_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     experiment = Spied(tmp_path / "a")
     first = experiment.run(["zero"], [0, 1])
     assert seeds == [0, 1]
-    weights = [experiment._network("zero", seed) for seed in (0, 1, 1)]
+    weights = [experiment.network(method_named("zero").first_layer, "small", seed) for seed in (0, 1, 1)]
     assert not same(weights[0], weights[1])
     assert same(weights[1], weights[2])
     alone = Spied(tmp_path / "b")
@@ -415,8 +424,8 @@ def test_imputers_are_fitted_to_training_images_alone(
     most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """k-NN to at most 5,000 of them; neither sees an image that chooses the epoch."""
-    assert (classification.NEIGHBOURS, classification.DONORS) == (5, 5000)
-    monkeypatch.setattr(classification, "DONORS", most)
+    assert (methods.NEIGHBOURS, methods.DONORS) == (5, 5000)
+    monkeypatch.setattr(methods, "DONORS", most)
     fitted: dict[str, tuple[Tensor, Tensor]] = {}
     for kind in (impute.Mean, impute.KNN):
 
@@ -432,7 +441,7 @@ def test_imputers_are_fitted_to_training_images_alone(
         x, observed = experiment.train.at(rows[:count])
         assert torch.equal(fitted[name][0], x)
         assert torch.equal(fitted[name][1], observed)
-    assert experiment._tools["knn"].k == 5
+    assert experiment._imputers["knn"].k == 5
 
 
 # What makes a unit what it is ------------------------------------------------------------------------------------------
@@ -452,7 +461,7 @@ def test_whatever_differs_makes_another_unit(tmp_path: Path) -> None:
         Spied(tmp_path), Spied(tmp_path, tiny(name="others")), Spied(tmp_path, shape="noise"),
         *(Spied(tmp_path, tiny(**change)) for change in data_changes),
         *(Spied(tmp_path, settings=classifier(**change)) for change in (
-            {"kind": "large"}, {"epochs": 2}, {"batch_size": 25}, {"rate": 2e-3}, {"new": 1},
+            {"kind": "large"}, {"epochs": 2}, {"batch_size": 25}, {"learning_rate": 2e-3},
         )),
     ]  # fmt: skip
     units = [e.unit(method, seed) for e in experiments for method in METHODS for seed in (0, 1)]
@@ -463,8 +472,9 @@ def test_whatever_differs_makes_another_unit(tmp_path: Path) -> None:
         ("dmfa", {"rank": 3}),
         ("dmfa", {"clip": None}),
     ):
-        other = Spied(tmp_path, settings={**SETTINGS, kind: SETTINGS[kind] | change})
-        units += [other.unit(method, 0) for method, name in classification.DENSITY_OF.items() if name == kind]
+        changed = {kind: replace(SETTINGS.density(kind), **change)}  # type: ignore[arg-type]  # fields of different types
+        other = Spied(tmp_path, settings=replace(SETTINGS, **changed))
+        units += [other.unit(method.name, 0) for method in TRAINED if method.density == kind]
         densities.append(other.density_settings(kind))
         # Who has no part in it stays as it was.
         assert other.unit("zero", 0) == experiments[0].unit("zero", 0)
@@ -476,8 +486,10 @@ def test_whatever_differs_makes_another_unit(tmp_path: Path) -> None:
 def test_an_unknown_shape_or_method_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="shape must be one of square, trapezoid, noise, got 'circle'"):
         Spied(tmp_path, shape="circle")
-    with pytest.raises(ValueError, match="method must be one that learns from incomplete images, got 'magic'"):
+    with pytest.raises(ValueError, match="method must be one of zero, .*, got 'magic'"):
         Spied(tmp_path).run(["magic"], [0])
+    with pytest.raises(ValueError, match="method must be one that this experiment can train, got 'acflow'"):
+        Spied(tmp_path).run(["acflow"], [0])
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -576,37 +588,77 @@ def dying(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, number: int) -
         yield
 
 
-@pytest.mark.parametrize("number", [0, 1, 3])
-def test_killed_between_units_it_ends_with_the_same_records(
+def units(folder: Path) -> set[str]:
+    """Methods and seeds whose records are there."""
+    found = [json.loads(path.read_text())["record"] for path in (folder / "records").iterdir()]
+    return {f"{r['method']} {r['seed']}" for r in found if r["kind"] == "classification"}
+
+
+EACH = [f"{method} {seed}" for method in KILLED for seed in (0, 1)]
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_killed_between_records_it_trains_what_is_missing_and_ends_with_the_same_records(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with dying(monkeypatch, Cache, "keep", number + (number >= 2)), pytest.raises(Crash):  # one more is of the density
+    """Seeds are trained side by side, but each is kept as soon as it is known, and is what it is without the others."""
+    with dying(monkeypatch, Cache, "keep", number), pytest.raises(Crash):
         Spied(tmp_path).run(KILLED, [0, 1])
-    assert (
-        len([path for path in (tmp_path / "records").iterdir() if "dmfa-0" not in path.name or "misconv" in path.name])
-        == number
-    )
-    assert essence(Spied(tmp_path).run(KILLED, [0, 1])) == straight(1)
-    assert not list((tmp_path / "running").iterdir())
-
-
-@pytest.mark.parametrize(("place", "name", "number", "trained"), [
-    (classification, "count_right", 1, 2), (classification, "count_right", 3, 2), (Cache, "keep", 0, 0),
-    (Cache, "keep", 1, 0),
-])  # fmt: skip
-def test_those_trained_side_by_side_are_kept_together(
-    place: Any, name: str, number: int, trained: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed while they are tested, none is there; killed while they are written, all are, and nothing is trained."""
-    expected = [record for record in straight(1) if record["method"] == "zero"]
-    with dying(monkeypatch, place, name, number), pytest.raises(Crash):
-        Spied(tmp_path).run(["zero"], [0, 1])
-    if trained:
-        assert not list((tmp_path / "records").iterdir())
+    kept = units(tmp_path)
+    assert kept == set(EACH[: number - (number > 2)])  # the third record is of the density
     again = Spied(tmp_path)
-    assert essence(again.run(["zero"], [0, 1])) == expected
-    assert len(again.networks) == trained
+    before = files(tmp_path / "records")
+    assert essence(again.run(KILLED, [0, 1])) == straight(1)
+    assert {f"{method} {seed}" for method, _, seed in again.networks} == set(EACH) - kept
+    assert files(tmp_path / "records").items() >= before.items()  # what was there is as it was
     assert not list((tmp_path / "running").iterdir())
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_killed_in_the_middle_of_the_tests_it_ends_with_the_same_records(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training of those that were not tested is not lost."""
+    with dying(monkeypatch, classification, "count_right", number), pytest.raises(Crash):
+        Spied(tmp_path).run(KILLED, [0, 1])
+    assert units(tmp_path) == set(EACH[:2] if number >= 4 else [])
+    assert len(list((tmp_path / "running").iterdir())) == 1
+    again, judged = Spied(tmp_path), 0
+    judge = _running.Running.judge
+
+    def spy(self: Any, epoch: int) -> None:
+        nonlocal judged
+        judged += self.job.settings["task"] == "classifier" and self.job.settings["method"] == KILLED[number // 4]
+        judge(self, epoch)
+
+    monkeypatch.setattr(_running.Running, "judge", spy)
+    assert essence(again.run(KILLED, [0, 1])) == straight(1)
+    assert judged == 0
+    assert not list((tmp_path / "running").iterdir())
+
+
+def test_killed_again_and_again_at_every_file_it_ends_with_the_same_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first write, then at the second, and so on, each time in a folder that earlier kills have left."""
+    write, kills = store.write_bytes, 0
+    while True:
+        with monkeypatch.context() as patch:
+            calls = iter(range(10**6))
+
+            def dies(path: Path, content: bytes, *, number: int = kills % 3, calls: Iterator[int] = calls) -> None:
+                if next(calls) == number:
+                    raise Crash
+                write(path, content)
+
+            patch.setattr(store, "write_bytes", dies)
+            try:
+                found = essence(Spied(tmp_path).run(KILLED, [0, 1]))
+                break
+            except Crash:
+                kills += 1
+    assert kills > 3
+    assert found == straight(1)
 
 
 @pytest.mark.parametrize("epoch", [1, 2])
@@ -637,7 +689,7 @@ def test_killed_in_any_epoch_it_ends_with_the_same_records(
 def test_killed_while_a_density_is_fitted_it_ends_with_the_same_one(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {**SETTINGS, kind: SETTINGS[kind] | {"epochs": 3}}
+    settings = replace(SETTINGS, **{kind: replace(SETTINGS.density(kind), epochs=3)})
     expected = Spied(tmp_path / "straight", settings=settings).density(kind)
     for number in range(3):
         folder = tmp_path / str(number)
@@ -702,7 +754,7 @@ def test_quality_of_a_density(kind: str, name: str, tmp_path: Path) -> None:
     )
     assert record["seconds"] > 0
     assert record.keys() >= {"nll", "mse", "psnr", "ssim", "settings", "device", "versions", "commit"}
-    assert record["settings"]["density"] == SETTINGS[kind]
+    assert record["settings"]["density"] == as_json(SETTINGS.density(kind))
 
 
 def test_a_density_is_fitted_once_and_is_not_trained_further(tmp_path: Path) -> None:
@@ -718,14 +770,16 @@ def test_a_density_is_fitted_once_and_is_not_trained_further(tmp_path: Path) -> 
     assert same(store.load(path), density)
 
 
-def test_the_density_is_the_one_that_was_asked_for_last(tmp_path: Path) -> None:
-    """Two recipes of one experiment may want different ones."""
+def test_a_density_by_settings_of_its_own_changes_nothing_of_the_experiment(tmp_path: Path) -> None:
+    """Two recipes may want different ones of one name; each has its own, and the usual ones are as they were."""
     experiment = Spied(tmp_path)
-    ranks = []
-    for rank in (1, 3):
-        experiment.offer("plus", SETTINGS["dmfa"] | {"rank": rank})
-        ranks.append(experiment.density("plus").rank)
-    assert ranks == [1, 3]
+    settings, before = experiment.settings, experiment.unit("misconv_dmfa", 0)
+    chosen = [replace(SETTINGS.dmfa, rank=rank) for rank in (1, 3)]
+    found = [experiment.density("plus", each) for each in chosen]
+    assert [density.rank for density in found] == [1, 3]
+    assert [experiment.density("plus", each) for each in chosen] == found
+    assert (experiment.settings, experiment.unit("misconv_dmfa", 0)) == (settings, before)
+    assert experiment.density("dmfa").rank == 2
 
 
 def test_several_shapes_are_hidden_while_a_density_is_trained() -> None:
@@ -746,12 +800,15 @@ def test_several_shapes_are_hidden_while_a_density_is_trained() -> None:
     assert torch.equal(observed, again)
 
 
-def test_a_rate_that_falls_and_rates_that_change() -> None:
-    falling = _jobs.falling(2e-3, 10)
-    values = [falling(epoch) for epoch in range(10)]
+def test_a_cosine_schedule_and_learning_rates_that_change() -> None:
+    schedule = _jobs.cosine_schedule(2e-3, 10)
+    values = [schedule(epoch) for epoch in range(10)]
     assert values[0] == pytest.approx(2e-3)
     assert values[5] == pytest.approx(1e-3)
     assert all(a > b > 0 for a, b in pairwise(values))
     assert values[9] < 1e-4
-    rates = densities.rates({"rates": [4e-4, 1e-4], "mse_epochs": 2, "epochs": 4})
-    assert [rates(epoch) for epoch in range(4)] == [4e-4, 4e-4, 1e-4, 1e-4]
+    settings = DensitySettings("ConvDMFA", rank=1, epochs=10, learning_rates=(2e-3, 1e-4), mse_epochs=2)
+    steps = densities.learning_rate_of(settings)
+    assert [steps(epoch) for epoch in range(4)] == [2e-3, 2e-3, 1e-4, 1e-4]
+    cosine = densities.learning_rate_of(replace(settings, cosine=True))
+    assert [cosine(epoch) for epoch in range(10)] == values

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ from misconv._train import engine as _engine
 from misconv.bench import command as bench
 from misconv.paper import classification, command, plus, tables
 from misconv.paper.cache import FORMAT
-from misconv.paper.printed import METHODS
+from misconv.paper.densities import DensitySettings
+from misconv.paper.methods import METHODS, method_named
 
 FIELDS = {
     "dataset", "shape", "method", "seed", "accuracy_incomplete", "accuracy_complete", "epoch", "seconds", "settings",
     "device", "versions", "commit",
 }  # fmt: skip
-HERE = [name for method, name in METHODS.items() if method != "acflow"]
+HERE = [method.title for method in METHODS if method.name != "acflow"]
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +40,10 @@ def _single_precision() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _two_epochs() -> Iterator[None]:
     """Of everything, so that a training can be stopped in its middle."""
-    digits = {part: {**settings, "epochs": 2} for part, settings in classification.SETTINGS["digits"].items()}
-    recipe = plus.PLUS["digits"]
-    small = {**recipe, "epochs": 2, "density": {**recipe["density"], "epochs": 2}}
+    settings, recipe = classification.SETTINGS["digits"], plus.PLUS["digits"]
+    digits = classification.Settings(*(replace(getattr(settings, f.name), epochs=2) for f in fields(settings)))
+    assert isinstance(recipe.density, DensitySettings)
+    small = replace(recipe, epochs=2, density=replace(recipe.density, epochs=2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(classification.SETTINGS, "digits", digits)
         patch.setitem(plus.PLUS, "digits", small)
@@ -226,7 +229,7 @@ def test_a_table_that_is_stopped_again_and_again_comes_out_the_same(
 def test_shapes_share_the_classifiers_of_complete_images(
     file: Path, first: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "METHODS", ("zero", "gt"))
+    monkeypatch.setattr(command, "TRAINED", (method_named("zero"), method_named("gt")))
     result = digits("9", file, first[0], "--no-plus", seeds=1)
     assert result.exit_code == 0, result.output
     assert "training gt" not in result.stdout
@@ -511,21 +514,6 @@ def test_a_table_does_not_replace_the_files_of_others(name: str, file: Path, tmp
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "my notes")]
 
 
-@pytest.mark.parametrize("checkpoint", ["../../mine", "mine", "..", "/etc/passwd", 3, None, ["x"]])
-def test_a_plan_that_somebody_has_changed_removes_nothing(checkpoint: Any, file: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("mine")
-    out = tmp_path / "a" / "out"
-    (out / "running").mkdir(parents=True)
-    (out / "running" / "mine").write_text("mine")
-    plan = out / "running" / f"0123456789abcdef-{FORMAT}.json"
-    plan.write_text(json.dumps({"records": [], "checkpoints": [checkpoint]}))
-    refused(
-        digits("8", file, out), f"{re.escape(str(plan))} must hold records of misconv, got something else; move it away"
-    )
-    assert (tmp_path / "mine").exists()
-    assert (out / "running" / "mine").exists()
-
-
 @pytest.mark.parametrize("part", ["densities", "running"])
 def test_a_damaged_file_is_named_and_kept(
     part: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -537,7 +525,7 @@ def test_a_damaged_file_is_named_and_kept(
 
     with monkeypatch.context() as patch:
         owner = classification if part == "densities" else store
-        patch.setattr(owner, "Remembered" if part == "densities" else "save", interrupt)
+        patch.setattr(owner, "CachedMFA" if part == "densities" else "save", interrupt)
         patch.setattr(classification, "CHECKPOINT_SECONDS", 0.0)  # a GPU would write none of so short a training
         assert digits("8", file, tmp_path).exit_code == 130
     (path,) = (tmp_path / part).iterdir()
@@ -575,7 +563,7 @@ def test_mistakes_of_ours_keep_their_traceback(
 
 def test_a_training_that_diverges_is_named(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = classification.SETTINGS["digits"]
-    hopeless = {**settings, "classifier": settings["classifier"] | {"rate": 1e30}}
+    hopeless = replace(settings, classifier=replace(settings.classifier, learning_rate=1e30))
     monkeypatch.setitem(classification.SETTINGS, "digits", hopeless)
     result = digits("1", file, tmp_path / "out")
     assert result.exit_code == 1, result.exception

@@ -14,18 +14,20 @@ from torch.utils import _pytree as pytree
 from misconv import MFA, SMFA, ConvDMFA, MisConv2d, impute
 from misconv.functional import partial_conv2d
 from misconv.paper import inputs
-from misconv.paper.inputs import Incomplete, Remembered, complete, of_method
-from misconv.paper.networks import Classifier, first_layer
+from misconv.paper.inputs import CachedMFA, IncompleteImages, Take
+from misconv.paper.methods import METHODS as ALL
+from misconv.paper.methods import TRAINED, method_named
+from misconv.paper.networks import Classifier, misconv_layer
 from tests.reference import tolerance
 
 SHAPE = (2, 9, 7)
-METHODS = ("zero", "mask", "mean", "knn", "partial", "mfa", "misconv_smfa", "misconv_dmfa")
+METHODS = tuple(method.name for method in TRAINED if not method.sees_complete)
 ROWS = torch.tensor([6, 0, 3, 3, 1, 9])
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that ten images are remembered in several pieces, the last of them smaller."""
+    """So that ten images are cached in several pieces, the last of them smaller."""
     monkeypatch.setattr(inputs, "CHUNK", 4)
 
 
@@ -39,8 +41,8 @@ def pixels(count: int = 10) -> tuple[Tensor, Tensor]:
     return images, observed
 
 
-def incomplete(filler: float = 0.0) -> Incomplete:
-    return Incomplete(*pixels(), filler)
+def incomplete(filler: float = 0.0) -> IncompleteImages:
+    return IncompleteImages(*pixels(), filler)
 
 
 def network() -> ConvDMFA:
@@ -51,16 +53,31 @@ def network() -> ConvDMFA:
     return density.eval().requires_grad_(False)
 
 
-def tools(data: Incomplete) -> dict[str, Any]:
+def tools(data: IncompleteImages) -> dict[str, Any]:
     """All that methods ask for, fitted to these images."""
     everything = data.at(torch.arange(len(data)))
     smfa = SMFA(2, 1).fit(*data.at(torch.arange(2, len(data))), iterations=3)  # EM learns nothing of a blank image
     return {
         "mean": impute.Mean().fit(*everything),
         "knn": impute.KNN(3).fit(*everything),
-        "smfa": Remembered(smfa, data),
-        "dmfa": Remembered(network(), data),
+        "smfa": CachedMFA(smfa, data),
+        "dmfa": CachedMFA(network(), data),
     }
+
+
+def of_method(name: str, data: IncompleteImages, fitted: dict[str, Any]) -> Take:
+    """How a method gives these images to its network."""
+    method = method_named(name)
+    assert method.inputs is not None
+    return method.inputs(data, fitted.get(method.density or name))
+
+
+def complete(name: str, images: Tensor) -> Take:
+    return method_named(name).complete(IncompleteImages.complete(images))
+
+
+def first_layer(name: str, channels: int) -> Any:
+    return method_named(name).first_layer(channels)
 
 
 def leaves(batch: Any) -> list[Tensor]:
@@ -78,29 +95,29 @@ def is_point(p: MFA, x: Tensor) -> None:
     assert p.observed.all()
 
 
-# Incomplete --------------------------------------------------------------------------------------------------------
+# IncompleteImages --------------------------------------------------------------------------------------------------
 
 
 def test_hidden_pixels_are_gone_for_good() -> None:
     images, observed = pixels()
     hidden = ~observed.expand_as(images)
-    data = Incomplete(images, observed)
+    data = IncompleteImages(images, observed)
     assert images[hidden].any()  # what was given is left as it is
     assert not data.images[hidden].any()
     assert torch.equal(data.images[~hidden], images[~hidden])
     x, seen = data.at(ROWS)
     assert torch.equal(seen, observed[ROWS])
     torch.testing.assert_close(x, (images[ROWS].to(x.dtype) / 255).masked_fill(hidden[ROWS], 0))
-    x, _ = Incomplete(images, observed, math.nan).at(ROWS)
+    x, _ = IncompleteImages(images, observed, math.nan).at(ROWS)
     assert torch.equal(x.isnan(), hidden[ROWS])
 
 
-# Remembered --------------------------------------------------------------------------------------------------------
+# CachedMFA ---------------------------------------------------------------------------------------------------------
 
 
-def test_remembered_is_what_the_density_says() -> None:
+def test_a_cached_mfa_is_what_the_density_says() -> None:
     data, density = incomplete(), network()
-    expected, found = density(*data.at(ROWS)), Remembered(density, data)(ROWS)
+    expected, found = density(*data.at(ROWS)), CachedMFA(density, data)(ROWS)
     missing = ~data.observed[ROWS].unsqueeze(1)  # (B, 1, 1, H, W)
     close = {"rtol": tolerance("exact"), "atol": tolerance("exact")}
     torch.testing.assert_close(found.logits, expected.logits.log_softmax(1), **close)
@@ -119,7 +136,7 @@ def test_remembered_is_what_the_density_says() -> None:
 def test_the_layer_responds_to_it_as_to_the_density() -> None:
     data, density = incomplete(), network()
     layer = MisConv2d(SHAPE[0], 5, 3, padding=1)
-    expected, found = layer(density(*data.at(ROWS))), layer(Remembered(density, data)(ROWS))
+    expected, found = layer(density(*data.at(ROWS))), layer(CachedMFA(density, data)(ROWS))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     filled = layer(MFA.point(density(*data.at(ROWS)).mean))
     assert (filled - expected).abs().max() > 1e-3  # uncertainty counts
@@ -127,7 +144,7 @@ def test_the_layer_responds_to_it_as_to_the_density() -> None:
 
 def test_filled_is_the_mean_of_the_density() -> None:
     data, density = incomplete(), network()
-    found = Remembered(density, data).filled(ROWS)
+    found = CachedMFA(density, data).filled(ROWS)
     expected = impute.by_density(density)(*data.at(ROWS))
     torch.testing.assert_close(found.mean, expected, rtol=1e-6, atol=1e-6)
     is_point(found, found.mean)
@@ -139,9 +156,9 @@ def test_only_missing_pixels_are_kept() -> None:
     images, observed = pixels()
     observed[1], observed[2] = True, True
     most = int((~observed).sum((1, 2, 3)).max())
-    remembered = Remembered(network(), Incomplete(images, observed))
+    cached = CachedMFA(network(), IncompleteImages(images, observed))
     assert most < SHAPE[1] * SHAPE[2]
-    assert remembered.values.shape == (10 * 2, 2 + 3, SHAPE[0], most)
+    assert cached.values.shape == (10 * 2, 2 + 3, SHAPE[0], most)
 
 
 @pytest.mark.parametrize("weights", [(0.0, -40.0, 3.0), (-40.0, -50.0, 0.0), (1.0, 0.0, -1.0)])
@@ -158,12 +175,12 @@ def test_components_without_weight_are_left_out(weights: tuple[float, float, flo
         return MFA(logits, means, factors, torch.full_like(means, 0.01)).fix(x, observed)
 
     data = incomplete()
-    remembered = Remembered(density, data)
+    cached = CachedMFA(density, data)
     kept = sum(weight > max(weights) - 16 for weight in weights)
-    assert len(remembered.values) == 5 * kept + 5 * 3  # pieces of 4, 4 and 2 images
+    assert len(cached.values) == 5 * kept + 5 * 3  # pieces of 4, 4 and 2 images
     layer = MisConv2d(SHAPE[0], 5, 3, padding=1)
     for rows in torch.arange(10).split(4):  # those that the density was asked for
-        found, expected = remembered(rows), density(*data.at(rows))
+        found, expected = cached(rows), density(*data.at(rows))
         torch.testing.assert_close(layer(found), layer(expected), rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(found.mean, expected.mean, rtol=1e-6, atol=1e-6)
         assert bool((found.logits.softmax(1).count_nonzero(1)[::2] == kept).all())
@@ -178,7 +195,7 @@ def test_a_density_that_is_not_a_number_says_so() -> None:
 
     message = "the density must weigh its components with numbers, got none for image 0"
     with pytest.raises(FloatingPointError, match=message):
-        Remembered(density, incomplete())
+        CachedMFA(density, incomplete())
 
 
 def test_all_images_with_one_component() -> None:
@@ -190,24 +207,24 @@ def test_all_images_with_one_component() -> None:
         logits = torch.tensor([0.0, -30, -30, -30]).expand(len(x), 4)
         return MFA(logits, means, means.new_zeros(len(x), 4, 0, *SHAPE), means).fix(x, observed)
 
-    assert Remembered(density, data)(ROWS).logits.shape == (len(ROWS), 1)
+    assert CachedMFA(density, data)(ROWS).logits.shape == (len(ROWS), 1)
 
 
 def test_images_of_which_nothing_is_missing() -> None:
     images, observed = pixels()
-    data = Incomplete(images, torch.ones_like(observed))
-    remembered = Remembered(network(), data)
+    data = IncompleteImages(images, torch.ones_like(observed))
+    cached = CachedMFA(network(), data)
     x, _ = data.at(ROWS)
-    for p in (remembered(ROWS), remembered.filled(ROWS)):
+    for p in (cached(ROWS), cached.filled(ROWS)):
         is_point(p, x)
     layer = MisConv2d(SHAPE[0], 5, 3, padding=1)
-    torch.testing.assert_close(layer(remembered(ROWS)), layer(MFA.point(x)))
+    torch.testing.assert_close(layer(cached(ROWS)), layer(MFA.point(x)))
 
 
 def test_filled_images_are_kept_as_points() -> None:
     data = incomplete()
     knn = impute.KNN(3).fit(*data.at(torch.arange(10)))
-    found = Remembered(knn, data)(ROWS)
+    found = CachedMFA(knn, data)(ROWS)
     torch.testing.assert_close(found.mean, knn(*data.at(ROWS)))
     assert not found.variance.any()
 
@@ -215,7 +232,7 @@ def test_filled_images_are_kept_as_points() -> None:
 # Methods -----------------------------------------------------------------------------------------------------------
 
 
-def filled_by(method: str, data: Incomplete, fitted: dict[str, Any]) -> Tensor:
+def filled_by(method: str, data: IncompleteImages, fitted: dict[str, Any]) -> Tensor:
     """The images as `misconv.impute` fills them."""
     x, observed = data.at(ROWS)
     if method in ("mean", "knn"):
@@ -270,13 +287,29 @@ def test_misconv_gives_the_density_itself() -> None:
 def test_a_density_gets_no_gradient_by_the_way() -> None:
     density = network().requires_grad_()
     assert density(*incomplete().at(ROWS)).means.requires_grad
-    assert not Remembered(density, incomplete())(ROWS).means.requires_grad
+    assert not CachedMFA(density, incomplete())(ROWS).means.requires_grad
 
 
-@pytest.mark.parametrize("method", ["gt", "acflow", ""])
-def test_other_methods_are_refused(method: str) -> None:
-    with pytest.raises(ValueError, match=f"method must be one that learns from incomplete images, got {method!r}"):
-        of_method(method, incomplete(), {})
+def test_methods_have_names_of_their_own_and_all_that_they_need() -> None:
+    """One list, in the paper's order."""
+    assert [method.name for method in ALL] == [
+        "zero", "mask", "mean", "knn", "partial", "acflow", "mfa", "misconv_smfa", "misconv_dmfa", "misconv_plus", "gt",
+    ]  # fmt: skip
+    assert METHODS == ("zero", "mask", "mean", "knn", "partial", "mfa", "misconv_smfa", "misconv_dmfa")
+    for each in ("title", "description"):
+        assert len({getattr(method, each) for method in ALL}) == len(ALL)
+    assert [method.name for method in ALL if method.sees_complete] == ["acflow", "gt"]
+    assert {method.name: method.density for method in ALL if method.density} == {
+        "mfa": "dmfa", "misconv_smfa": "smfa", "misconv_dmfa": "dmfa",
+    }  # fmt: skip
+    # Nobody is compared with itself, nor with somebody who has seen more.
+    assert not any(method.is_baseline and (method.is_ours or method.sees_complete) for method in ALL)
+
+
+@pytest.mark.parametrize("name", ["GT", "magic", ""])
+def test_an_unknown_method_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"method must be one of zero, mask, .*, gt, got {name!r}"):
+        method_named(name)
 
 
 # Nothing depends on what is hidden -------------------------------------------------------------------------------------
@@ -289,8 +322,8 @@ def test_hidden_pixels_never_matter(method: str, poison: str) -> None:
     images, observed = pixels()
     filler = {"nan": math.nan, "large": 1e30, "bytes": 0.0}[poison]
     garbage = torch.randint(256, images.shape, dtype=torch.uint8)
-    other = Incomplete(images.where(observed, garbage) if poison == "bytes" else images, observed, filler)
-    clean = Incomplete(images, observed)
+    other = IncompleteImages(images.where(observed, garbage) if poison == "bytes" else images, observed, filler)
+    clean = IncompleteImages(images, observed)
     batches = [of_method(method, data, tools(data))(ROWS) for data in (clean, other)]
     layer = first_layer(method, SHAPE[0])
     responses = [layer(*batch) if method == "partial" else layer(batch) for batch in batches]
@@ -318,9 +351,9 @@ def test_complete_images(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_network_takes_complete_images_as_incomplete_ones_without_a_hole(method: str) -> None:
     images, observed = pixels()
-    fitted = tools(Incomplete(images, observed))
-    whole = Incomplete(images, torch.ones_like(observed))
-    fitted["smfa"] = fitted["dmfa"] = Remembered(network(), whole)
+    fitted = tools(IncompleteImages(images, observed))
+    whole = IncompleteImages(images, torch.ones_like(observed))
+    fitted["smfa"] = fitted["dmfa"] = CachedMFA(network(), whole)
     layer = first_layer(method, SHAPE[0])
     responses = []
     for take in (complete(method, images), of_method(method, whole, fitted)):
@@ -362,7 +395,7 @@ def test_the_networks_of_the_appendix(kind: str, shape: tuple[int, int, int], pa
     rest = {name: value.shape for name, value in methods["gt"].rest.state_dict().items()}
     for method, classifier in methods.items():
         assert {name: value.shape for name, value in classifier.rest.state_dict().items()} == rest
-        given = Incomplete((255 * x).byte(), observed)
+        given = IncompleteImages((255 * x).byte(), observed)
         batch = (
             complete("gt", given.images)(torch.arange(2))
             if method == "gt"
@@ -370,11 +403,11 @@ def test_the_networks_of_the_appendix(kind: str, shape: tuple[int, int, int], pa
         )
         assert (classifier(*batch) if method == "partial" else classifier(batch)).shape == (2, 10)
     with pytest.raises(ValueError, match="kind must be 'small' or 'large', got 'huge'"):
-        Classifier(first_layer("gt", 1), shape, 10, "huge")
+        Classifier(misconv_layer(1), shape, 10, "huge")
 
 
 def test_a_batch_norm_without_a_counter_learns_its_statistics_all_the_same() -> None:
-    classifier = Classifier(first_layer("gt", 1), (1, 8, 8), 10, "small").train()
+    classifier = Classifier(misconv_layer(1), (1, 8, 8), 10, "small").train()
     x = torch.rand(16, 1, 8, 8)
     classifier(MFA.point(x))
     with torch.no_grad():

@@ -23,11 +23,13 @@ from tests.reference import random_mfa, tolerance
 from tests.test_paper_augment import SHAPE, network, pixels
 from tests.test_paper_classification import (
     FIELDS,
+    PLUS_DENSITY,
     RECIPE,
     SETTINGS,
     TEST,
     Crash,
     Spied,
+    classifier,
     essence,
     files,
     given_to_jobs,
@@ -157,7 +159,7 @@ def test_all_variants_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for record in records:
         assert record.keys() >= FIELDS | {"variant"}
         assert (record["method"], record["seed"], record["epoch"]) == ("misconv_plus", 0, 1)
-        assert record["settings"] == plus.unit(experiment, record["variant"], 0)
+        assert record["settings"] == plus.unit(experiment, None, record["variant"], 0)
     # Every ingredient makes a difference; otherwise its row would say nothing.
     networks = list(experiment.networks.values())
     assert len(networks) == len(VARIANTS)
@@ -176,7 +178,7 @@ def test_all_variants_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("small")
 def test_tuning_that_makes_nothing_better_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(plus.PLUS, "digits", RECIPE | {"epochs": 2, "tuned_rate": 0.0})
+    monkeypatch.setitem(plus.PLUS, "digits", replace(RECIPE, epochs=2, tuned_learning_rate=0.0))
     monkeypatch.setitem(VARIANTS, "with joint fine-tuning", {"tuned": 3})
     experiment = Spied(tmp_path)
     whole, tuned = run_plus(experiment, [0], ["everything", variant("tuned")])
@@ -194,10 +196,10 @@ def test_joint_training_changes_a_copy_of_the_density(tmp_path: Path) -> None:
     experiment = Spied(tmp_path)
     joint = variant("tuned")
     run_plus(experiment, [0], ["everything"])
-    shared = experiment.density("plus")
+    shared = experiment.density("plus", PLUS_DENSITY)
     before = {name: value.clone() for name, value in shared.state_dict().items()}
     run_plus(experiment, [0, 1], [joint])
-    assert experiment.density("plus") is shared
+    assert experiment.density("plus", PLUS_DENSITY) is shared
     assert all(torch.equal(value, before[name]) for name, value in shared.state_dict().items())
     own = []
     for seed in (0, 1):
@@ -211,9 +213,7 @@ def test_joint_training_changes_a_copy_of_the_density(tmp_path: Path) -> None:
     assert any(not torch.equal(value, own[1][name]) for name, value in own[0].items())
     assert not isinstance(experiment.networks["misconv_plus", "everything", 0], Plus)
     (path,) = (tmp_path / "densities").iterdir()  # one, as it was fitted
-    fresh = Spied(tmp_path)
-    fresh.offer("plus", RECIPE["density"])
-    assert same(fresh.density("plus"), shared)
+    assert same(Spied(tmp_path).density("plus", PLUS_DENSITY), shared)
     assert path.exists()
 
 
@@ -221,13 +221,13 @@ def test_joint_training_changes_a_copy_of_the_density(tmp_path: Path) -> None:
 def test_the_rate_of_the_density_is_a_share_of_the_classifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Adam's first step is as long as the learning rate, whatever the gradient."""
     rate, share = 1e-3, 0.01
-    recipe = {**RECIPE, "tuned": 1, "tuned_rate": rate, "batch_size": 108, "density_rate": share}
+    recipe = replace(RECIPE, tuned=1, tuned_learning_rate=rate, batch_size=108, density_learning_rate_scale=share)
     monkeypatch.setitem(plus.PLUS, "digits", recipe)
     experiment = Spied(tmp_path)
     run_plus(experiment, [0])
     model = experiment.networks["misconv_plus", "everything", 0]
     assert isinstance(model, Plus)
-    before = experiment.density("plus").state_dict()
+    before = experiment.density("plus", PLUS_DENSITY).state_dict()
     steps = [(value.detach() - before[name]).abs().max() for name, value in model.density.named_parameters()]
     assert float(torch.stack(steps).max()) == pytest.approx(rate * share, rel=0.01)
 
@@ -235,12 +235,12 @@ def test_the_rate_of_the_density_is_a_share_of_the_classifiers(tmp_path: Path, m
 @pytest.mark.usefixtures("small")
 def test_test_images_are_given_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither moved nor with more hidden, image by image; for a network that says something."""
-    easy = {"epochs": 10, "rate": 5e-3, "flip": False, "shift": 0, "hide": False, "mask": True}
-    monkeypatch.setitem(plus.PLUS, "digits", RECIPE | easy)
+    easy: dict[str, Any] = {"epochs": 10, "learning_rate": 5e-3, "flip": False, "shift": 0, "hide": False, "mask": True}
+    monkeypatch.setitem(plus.PLUS, "digits", replace(RECIPE, **easy))
     experiment, images = Spied(tmp_path), tiny()
     names = ["everything", variant("density", None), variant("filled")]
     records = run_plus(experiment, [0], names)
-    density = experiment.density("plus")
+    density = experiment.density("plus", PLUS_DENSITY)
     for name, record in zip(names, records, strict=True):
         model, found = experiment.networks["misconv_plus", name, 0], []
         for hidden in (True, False):
@@ -276,7 +276,7 @@ def test_what_is_trained_on_and_what_chooses(tmp_path: Path, monkeypatch: pytest
             assert chosen.observed is not None
             assert torch.equal(chosen.observed[:, :1], observed)
             assert torch.equal(chosen.mean[:, :1] * observed, x)
-            torch.testing.assert_close(chosen.mean[:, :1], experiment.density("plus")(x, observed).mean)
+            torch.testing.assert_close(chosen.mean[:, :1], experiment.density("plus", PLUS_DENSITY)(x, observed).mean)
         else:
             assert torch.equal(chosen[0], x)
             assert torch.equal(chosen[1], observed)
@@ -288,23 +288,43 @@ def test_what_is_trained_on_and_what_chooses(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.usefixtures("small")
 def test_whatever_differs_makes_another_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = Spied(tmp_path)
-    units = [plus.unit(experiment, name, seed) for name in VARIANTS for seed in (0, 1)]
-    units.append(plus.unit(Spied(tmp_path, shape="noise"), "everything", 0))
-    other = {**SETTINGS, "classifier": SETTINGS["classifier"] | {"kind": "large"}}
-    units.append(plus.unit(Spied(tmp_path, settings=other), "everything", 0))
-    for name, value in RECIPE.items():
-        changes = [{name: [value]}] if not isinstance(value, dict) else [{name: {**value, k: "new"}} for k in value]
-        for change in changes:
-            monkeypatch.setitem(plus.PLUS, "digits", RECIPE | change)
-            units.append(plus.unit(experiment, "everything", 0))
-    monkeypatch.setitem(plus.PLUS, "digits", RECIPE)
+    units = [plus.unit(experiment, None, name, seed) for name in VARIANTS for seed in (0, 1)]
+    units.append(plus.unit(Spied(tmp_path, shape="noise"), None, "everything", 0))
+    units.append(plus.unit(Spied(tmp_path, settings=classifier(kind="large")), None, "everything", 0))
+    recipes = [replace(RECIPE, **{name: other(value)}) for name, value in vars(RECIPE).items() if name != "density"]
+    recipes += [
+        replace(RECIPE, density=replace(PLUS_DENSITY, **{name: other(value)}))
+        for name, value in vars(PLUS_DENSITY).items()
+    ]
+    units += [plus.unit(experiment, recipe, "everything", 0) for recipe in recipes]
     names = [key(unit) for unit in units]
     assert len(set(names)) == len(names)
+    monkeypatch.setitem(plus.PLUS, "digits", recipes[0])  # a recipe is that of the data set, or the one given
+    assert plus.unit(experiment, None, "everything", 0) == units[-len(recipes)]
+    assert plus.unit(experiment, RECIPE, "everything", 0) == units[0]
     # Where the paper's density is taken, it is that one's settings that count.
     paper = variant("density", "paper")
-    other = {**SETTINGS, "dmfa": SETTINGS["dmfa"] | {"rank": 3}}
-    assert key(plus.unit(Spied(tmp_path, settings=other), paper, 0)) not in names
-    assert key(plus.unit(Spied(tmp_path, settings=other), "everything", 0)) in names
+    others = Spied(tmp_path, settings=replace(SETTINGS, dmfa=replace(SETTINGS.dmfa, rank=3)))
+    assert key(plus.unit(others, RECIPE, paper, 0)) not in names
+    assert key(plus.unit(others, RECIPE, "everything", 0)) in names
+
+
+def other(value: Any) -> Any:
+    """Some value of the same kind."""
+    if isinstance(value, tuple):
+        return (*value, 1)
+    if isinstance(value, bool):
+        return not value
+    return "other" if isinstance(value, str) or value is None else value + 1
+
+
+@pytest.mark.usefixtures("small")
+def test_the_experiment_is_left_as_it_was(tmp_path: Path) -> None:
+    experiment = Spied(tmp_path)
+    settings, before = experiment.settings, experiment.unit("misconv_dmfa", 0)
+    run_plus(experiment, [0])
+    assert experiment.settings is settings
+    assert experiment.unit("misconv_dmfa", 0) == before
 
 
 @pytest.mark.usefixtures("small")
@@ -331,7 +351,7 @@ def test_killed_in_any_epoch_it_ends_with_the_same_records(
     call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two networks have three epochs each; two more have three, and then three of fine-tuning."""
-    monkeypatch.setitem(plus.PLUS, "digits", RECIPE | {"epochs": 3})
+    monkeypatch.setitem(plus.PLUS, "digits", replace(RECIPE, epochs=3))
     monkeypatch.setitem(VARIANTS, "with joint fine-tuning", {"tuned": 3})
     names = ["everything", variant("tuned")]
     straight = essence(run_plus(Spied(tmp_path / "straight"), [0, 1], names))

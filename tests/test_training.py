@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from misconv import MFA, SMFA, ConvDMFA, MisConv2d, data, fit_density, missing, store
+from misconv import MFA, SMFA, ConvDMFA, MisConv2d, data, fit_density, missing, store, training
 from misconv.training import fit_classifier
 
 
@@ -244,6 +244,40 @@ def test_a_checkpoint_of_something_else_is_refused_and_kept(tmp_path: Path) -> N
     path.write_bytes(before[: len(before) // 2])
     with pytest.raises(ValueError, match="run.safetensors"):
         fit_density(small(), x, observed, epochs=2, checkpoint=path, progress=False)
+
+
+def test_em_goes_on_whatever_is_said_of_other_trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It depends on none of these arguments, and no training with gradients is prepared only to be thrown away."""
+    x, observed = images()
+    path = tmp_path / "run.safetensors"
+
+    def never(*arguments: Any, **more: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(training, "density_job", never)
+    straight, stopped = SMFA(2, 1), SMFA(2, 1)
+    expected = fit_density(straight, x, observed, epochs=4, progress=False)
+    fit_density(stopped, x, observed, epochs=2, checkpoint=path, progress=False)
+    others: dict[str, Any] = {
+        "batch_size": 7, "learning_rate": 0.5, "mse_epochs": 2, "shape": missing.noise, "fraction": 0.5,
+        "validation": 0.3, "patience": 1,
+    }  # fmt: skip
+    resumed = SMFA(2, 1)
+    assert fit_density(resumed, x, observed, epochs=4, checkpoint=path, progress=False, **others) == expected
+    for name, value in straight.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value)
+
+
+def test_em_is_the_same_by_either_way() -> None:
+    """`SMFA.fit` and `fit_density` iterate, stop and end alike."""
+    x, observed = images()
+    one, other = SMFA(3, 1), SMFA(3, 1)
+    history = fit_density(other, x, observed, epochs=30, progress=False)
+    one.fit(x, observed, iterations=30)
+    assert [record["log_likelihood"] for record in history] == one.history
+    assert 2 < len(one.history) < 30  # it stopped by itself
+    for name, value in one.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value)
 
 
 class Own(nn.Module):

@@ -25,8 +25,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from misconv.paper import printed, scores, tables
-from misconv.paper.printed import COMPLETE, METHODS
-from misconv.paper.scores import BASELINES, Record
+from misconv.paper.methods import BASELINES, BY_NAME, METHODS
+from misconv.paper.scores import Record
 from misconv.paper.tables import Table
 
 ROOT = Path(__file__).parent.parent
@@ -40,7 +40,7 @@ GUTTER = 0.2  # of the range, at the side where the others are written down
 
 # What took the time: the column's title, and the methods in it.
 CLASSES = {
-    "baselines": BASELINES,
+    "baselines": tuple(method.name for method in BASELINES),
     "ACFlow": ("acflow",),
     "MisConv": ("misconv_smfa", "misconv_dmfa"),
     "GT": ("gt",),
@@ -290,19 +290,20 @@ def accuracy_plot(records: Sequence[Record]) -> Figure | None:
     if not names:
         return None
     known = {r["method"] for r in mine} | {m for name in names for m in printed.incomplete(name)}
-    methods = [m for m in METHODS if m in known]
+    shown = [method for method in METHODS if method.name in known]
+    methods = [method.name for method in shown]
     figure, axes = panels(len(names), len(methods))
     for axis, name in zip(axes, names, strict=True):
         values = {m: accuracies(mine, name, m) for m in methods}
         paper = {m: 100 * v for m, v in printed.incomplete(name).items()}
-        colours = {m: GREY if m in COMPLETE else PINK if m.startswith("misconv") else BLUE for m in methods}
+        colours = {m.name: GREY if m.sees_complete else BLUE if m.is_baseline else PINK for m in shown}
         strips(axis, values, colours, paper, "{:.1f}")
         ahead = scores.margins(mine, name)[-1:]
-        lines = [f"{METHODS[m.method]}: {m.difference} over {METHODS[m.baseline]}" for m in ahead]
+        lines = [f"{BY_NAME[m.method].title}: {m.difference} over {BY_NAME[m.baseline].title}" for m in ahead]
         lines += [m.chance for m in ahead if m.p is not None]
         head(axis, scores.title_of(mine, name), ", ".join(lines))
         axis.set_xlabel("incomplete test images classified correctly, %")
-    axes[0].set_yticks(range(len(methods)), [METHODS[m] + (" *" if m in COMPLETE else "") for m in methods])
+    axes[0].set_yticks(range(len(methods)), [method.starred for method in shown])
     legend(figure, any(printed.incomplete(name) for name in names), "* trained on complete images")
     return figure
 

@@ -107,7 +107,7 @@ class Converted(nn.Module):
             observed: bool (B, 1, H, W) or (B, C, H, W), True where the pixel was seen.
             kwargs: passed on to the network.
         """
-        return self._run(Tracker(answer, self.what_may_be(x, observed), self._stem_now(), self._activation()), kwargs)
+        return self._run(Tracker(answer, self.to_mfa(x, observed), self._stem_now(), self._activation()), kwargs)
 
     def _run(self, tracker: Tracker, kwargs: dict[str, Any]) -> Any:
         with tracker.following():
@@ -143,7 +143,7 @@ class Converted(nn.Module):
         hooked = any(part is not None and part is not self.network and part._forward_hooks for part in parts)
         return replace(self.stem, kept=True) if hooked and not self.stem.kept else self.stem
 
-    def what_may_be(self, x: Tensor | MFA, observed: Tensor | None = None) -> MFA:
+    def to_mfa(self, x: Tensor | MFA, observed: Tensor | None = None) -> MFA:
         """The MFA of the arguments of `forward`."""
         if isinstance(x, MFA):
             if observed is not None:

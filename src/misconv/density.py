@@ -32,10 +32,10 @@ from misconv._density import (
     check_sizes,
     collect,
     head,
+    initialize_components,
     maximize,
     measure,
     pairs,
-    part_components,
     result_type,
     some,
     start,
@@ -85,7 +85,7 @@ class LinearDMFA(Network):
         self.means = nn.Linear(width_in, components * pixels)
         self.factors = nn.Linear(width_in, components * rank * pixels) if rank else None
         self.noise = nn.Linear(width_in, components * pixels)
-        part_components(self.means, self.noise)
+        initialize_components(self.means, self.noise)
 
     def config(self) -> dict[str, Any]:
         """The arguments that make another one like this."""
@@ -163,7 +163,7 @@ class ConvDMFA(Network):
         self.factors = head(inside, components * rank * channels) if rank else None
         self.noise = head(inside, components * channels)
         self.logits = nn.Linear(inside, components) if components > 1 else None  # one needs no weight
-        part_components(self.means[-1], self.noise[-1])
+        initialize_components(self.means[-1], self.noise[-1])
 
     def config(self) -> dict[str, Any]:
         """The arguments that make another one like this."""
@@ -299,14 +299,31 @@ class SMFA(nn.Module):
                 f"on_iteration must be a function of (number, log-likelihood), got {describe(on_iteration)}"
             )
         self.begin(x, observed, noise_floor=noise_floor, seed=seed)
-        memory: Statistics | None = None
-        for number in range(1, iterations + 1):
-            memory = self.iterate(x, observed, minibatch=minibatch, memory=memory, seed=int(seed) + number)
+        passes = self.passes(x, observed, iterations=iterations, tolerance=tolerance, minibatch=minibatch, seed=seed)
+        for number, likelihood in passes:
             if on_iteration is not None:
-                on_iteration(number, self.history[-1])
-            if len(self.history) > 1 and self.gain() < tolerance:
-                break
+                on_iteration(number, likelihood)
         return self
+
+    def passes(
+        self,
+        x: Tensor | Batches,
+        observed: Tensor | None = None,
+        *,
+        iterations: int = 50,
+        tolerance: float = 1e-4,
+        minibatch: int | None = None,
+        seed: int = 0,
+    ) -> Iterator[tuple[int, float]]:
+        """Iterate as `fit` does, after `begin` or `resume`; yields the number of each pass and the mean log-likelihood.
+
+        The number counts all passes, also those before a `resume`.
+        """
+        memory: Statistics | None = None
+        while len(self.history) < iterations and not (len(self.history) > 1 and self.gain() < tolerance):
+            number = len(self.history) + 1
+            memory = self.iterate(x, observed, minibatch=minibatch, memory=memory, seed=int(seed) + number)
+            yield number, self.history[-1]
 
     def gain(self) -> float:
         """What the last pass gained, in nats per seen pixel."""

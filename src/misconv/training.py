@@ -15,19 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from misconv._checks import check_size, describe
+from misconv._checks import check_seed, check_size, describe
 from misconv._train import (
     Checkpoint,
-    Job,
+    EpochRecord,
     Rate,
-    Record,
     as_floats,
     check_fabric,
+    check_incomplete,
     check_place,
     check_trainable,
     classifier_job,
     density_job,
     gpu_of,
+    identify_data,
     identify_module,
     on_first,
     one_device,
@@ -63,12 +64,13 @@ def fit_density(
     checkpoint: str | Path | None = None,
     fabric: Fabric | None = None,
     progress: bool = True,
-) -> list[Record]:
+) -> list[EpochRecord]:
     """Teach a density what missing pixels may be, from incomplete images alone.
 
     In every step a further region of what is seen is hidden, and the negative log-likelihood of the hidden pixels given
     the rest is minimised; pixels that were missing from the start are never read. The best parameters by the same
-    measure on validation images are kept. An `SMFA` is fitted by EM instead.
+    measure on validation images are kept. An `SMFA` is fitted by EM to all images instead; it uses `epochs`, `seed`,
+    `checkpoint`, `fabric` and `progress`, and ignores the arguments that are about gradients and validation.
 
     Wherever it is trained, the density comes back on the device, in the dtype and in the train or eval mode in which it
     came: call ``density.eval()`` before you use it. An error or an interruption leaves it with the best parameters so
@@ -82,7 +84,7 @@ def fit_density(
         mse_epochs: in this many first epochs the squared error of the mean is added.
         shape, fraction: the region that is hidden; see `misconv.missing.hide`.
         validation: the share of images set aside to measure on; 0 for none.
-        patience: stop after so many epochs without a better validation.
+        patience: stop after this many epochs without a better validation.
         seed: of everything random.
         checkpoint: a file to continue from if it exists, and to write after every epoch. It is continued by the same
             training alone: the same density, images and settings, with as many `epochs` or more.
@@ -108,12 +110,12 @@ def fit_density(
         check_trainable("density", density)
     epochs = check_size("epochs", epochs)
     fabric = _start(fabric, density, patience, checkpoint, progress, images)
+    if isinstance(density, SMFA):
+        return _fit_by_em(density, images, observed, epochs, seed, checkpoint, fabric, progress)
     job = density_job(
         density, images, observed, fabric, batch_size=batch_size, learning_rate=learning_rate, mse_epochs=mse_epochs,
         shape=shape, fraction=fraction, validation=validation, seed=seed,
     )  # fmt: skip
-    if isinstance(density, SMFA):
-        return _fit_by_em(density, as_floats(images), observed != 0, epochs, job, checkpoint, fabric, progress)
     (history,) = train(
         [job], fabric, epochs=epochs, patience=patience, checkpoint=checkpoint, progress=progress, title="density"
     )
@@ -137,7 +139,7 @@ def fit_classifier(
     checkpoint: str | Path | None = None,
     fabric: Fabric | None = None,
     progress: bool = True,
-) -> list[Record]:
+) -> list[EpochRecord]:
     """Train a classifier on images, or on what a density says of them; keep the epoch that is best on validation.
 
     Args:
@@ -173,7 +175,7 @@ def fit_classifier(
     # Classifiers are trained in rows, with a table at the end; a density is one, and its figures are worth a line.
     (history,) = train(
         [job], fabric, epochs=epochs, patience=patience, checkpoint=checkpoint, progress=progress, title="classifier",
-        stays=False,
+        transient=True,
     )  # fmt: skip
     return history
 
@@ -204,41 +206,41 @@ def _fit_by_em(
     images: Tensor,
     observed: Tensor,
     iterations: int,
-    job: Job,
+    seed: int,
     checkpoint: str | Path | None,
     fabric: Fabric,
     progress: bool,
-) -> list[Record]:
+) -> list[EpochRecord]:
     """EM with a checkpoint after every iteration; several processes share the images out among them."""
+    images, observed = check_incomplete(images, observed)
+    seed = check_seed("seed", seed)
     rank, world = fabric.global_rank, fabric.world_size
     if len(images) < world:
         raise ValueError(f"images must be at least one for each of the {world} processes, got {describe(images)}")
     file = Checkpoint(checkpoint, fabric)
-    settings = job.settings | {"module": identify_module(density)}
+    settings: dict[str, Any] = {"task": "density", "seed": seed, "images": list(images.shape)}
+    settings["module"] = identify_module(density)
     found = None
     if checkpoint is not None:
-        settings["data"] = None if job.data is None else job.data()
+        settings["data"] = identify_data((images, observed))
         found = file.read(settings)
     home = images.device
     # In one piece each, so that all pieces together are the images in their order.
-    images, observed = (t.tensor_split(world)[rank].to(fabric.device) for t in (images, observed))
+    images, observed = (t.tensor_split(world)[rank].to(fabric.device) for t in (as_floats(images), observed))
     with _returned(density, home):
         density.to(fabric.device)  # EM runs where the parameters are
         if found is None:
-            density.begin(images, observed, seed=job.seed)
+            density.begin(images, observed, seed=seed)
         else:
             _resume_em(density, images, file, *found, iterations)
         with progress_bar(progress and rank == 0, "SMFA", iterations, len(density.history)) as advance:
-            while len(density.history) < iterations and (len(density.history) < 2 or density.gain() >= 1e-4):
-                density.iterate(images, observed)
-                if not math.isfinite(density.history[-1]):
-                    raise FloatingPointError(
-                        f"EM diverged in iteration {len(density.history)}: its log-likelihood is not finite"
-                    )
+            for number, likelihood in density.passes(images, observed, iterations=iterations, seed=seed):
+                if not math.isfinite(likelihood):
+                    raise FloatingPointError(f"EM diverged in iteration {number}: its log-likelihood is not finite")
                 if checkpoint is not None:
                     meta = {"settings": settings, "history": density.history, "floor": density.floor}
                     file.write(density.resumable(), meta)
-                advance({"log-likelihood per image": density.history[-1]})
+                advance({"log-likelihood per image": likelihood})
     return [{"epoch": float(i), "log_likelihood": value} for i, value in enumerate(density.history)]
 
 

@@ -12,7 +12,7 @@ from misconv._density.network import (
     check_shape,
     check_sizes,
     head,
-    part_components,
+    initialize_components,
     result_type,
 )
 
@@ -33,10 +33,10 @@ __all__ = [
     "check_sizes",
     "collect",
     "head",
+    "initialize_components",
     "maximize",
     "measure",
     "pairs",
-    "part_components",
     "result_type",
     "some",
     "start",

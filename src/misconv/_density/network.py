@@ -22,7 +22,7 @@ __all__ = [
     "check_shape",
     "check_sizes",
     "head",
-    "part_components",
+    "initialize_components",
     "result_type",
 ]
 
@@ -125,7 +125,7 @@ class Network(nn.Module):
         ).fix(x, observed)
 
 
-def part_components(means: nn.Module, noise: nn.Module) -> None:
+def initialize_components(means: nn.Module, noise: nn.Module) -> None:
     """Start with components apart from each other and with noise below the variance of the images."""
     assert isinstance(means.bias, Tensor)
     assert isinstance(noise.bias, Tensor)

@@ -26,12 +26,12 @@ from misconv._train.identity import identify_module
 from misconv._train.loan import borrowed
 from misconv._train.processes import check_agreement, synchronized
 from misconv._train.running import Dropout, Job, Rate, Running, generator, rate_of, under
-from misconv._train.session import Record, progress_bar
+from misconv._train.session import EpochRecord, progress_bar
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["Job", "Rate", "Record", "generator", "train"]
+__all__ = ["EpochRecord", "Job", "Rate", "generator", "train"]
 
 _log = logging.getLogger("misconv")
 
@@ -49,18 +49,18 @@ def train(
     checkpoint_seconds: float = 0.0,
     progress: bool = True,
     title: str = "training",
-    stays: bool = True,
-) -> list[list[Record]]:
+    transient: bool = False,
+) -> list[list[EpochRecord]]:
     """Train all jobs; leaves every module with its best parameters, where and as it came.
 
     An error, or an interruption, leaves it with the best parameters so far, or as it came.
 
     Args:
         jobs: of one number of images and one batch size.
-        patience: stop after so many epochs in which no job got better.
+        patience: stop after this many epochs in which no job got better.
         checkpoint: a file to continue from if it exists, and to write after an epoch.
         checkpoint_seconds: the least time between two writes; with 0, the default, every epoch is written.
-        progress, title, stays: of a bar.
+        progress, title, transient: of a bar; a transient one goes when it is done.
 
     Returns:
         For every job a record per epoch.
@@ -85,7 +85,7 @@ def train(
         if found is not None:
             start -= _resume(running, file, *found, epochs)
         written = time.monotonic()
-        bar = progress_bar(progress and fabric.global_rank == 0, title, epochs, running[0].done, stays=stays)
+        bar = progress_bar(progress and fabric.global_rank == 0, title, epochs, running[0].done, transient=transient)
         advance = stack.enter_context(bar)
         for record in _epochs(running, fabric, epochs, patience, captured):
             if checkpoint is not None and time.monotonic() - written >= checkpoint_seconds:
@@ -102,7 +102,7 @@ def train(
 
 def _epochs(
     running: Sequence[Running], fabric: Fabric, epochs: int, patience: int | None, captured: bool
-) -> Iterator[Record]:
+) -> Iterator[EpochRecord]:
     """Train epoch by epoch; yields what is recorded of the first job."""
     full, graph = running[0].full, None
     for epoch in range(running[0].done, epochs):
@@ -143,7 +143,7 @@ def _settings(jobs: Sequence[Job], fabric: Fabric, patience: int | None) -> dict
             "batch_size": job.batch_size,
             "weight_decay": job.weight_decay,
             "clip": job.clip,
-            "factors": job.factors,
+            "learning_rate_scale": job.learning_rate_scale,
             "data": None if job.data is None else job.data(),
             "patience": patience,
             "precision": str(fabric._precision.precision),
@@ -239,7 +239,7 @@ def _capture(running: Sequence[Running], device: torch.device) -> torch.cuda.CUD
 
 
 def _branch(running: Sequence[Running], streams: Sequence[torch.cuda.Stream], steps: int) -> None:
-    """So many steps of every job, each on a stream of its own."""
+    """Some steps of every job, each on a stream of its own."""
     main = torch.cuda.current_stream()
     for run, stream in zip(running, streams, strict=True):
         stream.wait_stream(main)

@@ -24,7 +24,7 @@ from misconv._checks import (
 from misconv._train.identity import fingerprint, identify, identify_data
 from misconv._train.loan import borrowed, check_trainable
 from misconv._train.running import Job, Rate, generator
-from misconv._train.session import Record
+from misconv._train.session import EpochRecord
 from misconv.mfa import MFA
 from misconv.missing import hide, square
 
@@ -35,11 +35,12 @@ __all__ = [
     "Inputs",
     "as_floats",
     "check_count",
+    "check_incomplete",
     "check_share",
     "classifier_job",
+    "cosine_schedule",
     "count_right",
     "density_job",
-    "falling",
 ]
 
 Inputs = MFA | Tensor | tuple[Tensor, ...] | Callable[[Tensor], Any]
@@ -61,7 +62,7 @@ def density_job(
     clip: float | None = 5.0,
 ) -> Job:
     """The training of a density; the arguments are those of `misconv.fit_density`."""
-    images, observed = _check_incomplete(images, observed)
+    images, observed = check_incomplete(images, observed)
     seed, batch_size = check_seed("seed", seed), check_size("batch_size", batch_size)
     check_fraction(fraction)
     check_share("validation", validation)
@@ -124,11 +125,11 @@ def density_job(
         scale = fabric.world_size / total.clamp_min(1)
         return (nll + squared * error) * scale, torch.stack([nll, error, count]).double()
 
-    def summarise(sums: list[float]) -> Record:
+    def summarise(sums: list[float]) -> EpochRecord:
         nll, error, pixels = sums
         return {"nll": nll / max(pixels, 1), "mse": error / max(pixels, 1)}
 
-    def evaluate(model: nn.Module) -> tuple[float, Record]:
+    def evaluate(model: nn.Module) -> tuple[float, EpochRecord]:
         if len(held) == 0:
             return -math.inf, {}
         sums = torch.zeros(2, dtype=torch.float64, device=fabric.device)
@@ -164,7 +165,7 @@ def classifier_job(
     seed: int = 0,
     label_smoothing: float = 0.0,
     weight_decay: float = 0.0,
-    factors: dict[str, float] | None = None,
+    learning_rate_scale: dict[str, float] | None = None,
     begin: Callable[[int], None] | None = None,
     settings: dict[str, Any] | None = None,
     name: str = "training",
@@ -214,11 +215,11 @@ def classifier_job(
             return loss, total.detach().unsqueeze(0)
         return loss, torch.stack([total.detach(), (output.argmax(1) == truth).sum()]).double()
 
-    def summarise(sums: list[float]) -> Record:
+    def summarise(sums: list[float]) -> EpochRecord:
         figures = {"loss": sums[0] / size}
         return figures | {"accuracy": sums[1] / size} if count else figures
 
-    def evaluate(model: nn.Module) -> tuple[float, Record]:
+    def evaluate(model: nn.Module) -> tuple[float, EpochRecord]:
         if validation_labels is None:
             return -math.inf, {}
         size = max(4 * batch_size, 1024) if resident else 4 * batch_size
@@ -227,8 +228,8 @@ def classifier_job(
 
     return Job(
         network, loss, 1 + count, summarise, evaluate, size, batch_size, learning_rate, seed=seed, begin=begin,
-        resident=resident, settings=known | (settings or {}), weight_decay=weight_decay, factors=factors or {},
-        name=name, data=lambda: identify_data((given, validation_labels)),
+        resident=resident, settings=known | (settings or {}), weight_decay=weight_decay, name=name,
+        learning_rate_scale=learning_rate_scale or {}, data=lambda: identify_data((given, validation_labels)),
     )  # fmt: skip
 
 
@@ -242,11 +243,11 @@ def count_right(
     return int(right)
 
 
-def falling(rate: float, epochs: int) -> Callable[[int], float]:
-    """A learning rate that falls from `rate` to nearly 0 along a cosine.
+def cosine_schedule(rate: float, epochs: int) -> Callable[[int], float]:
+    """A learning rate that decreases from `rate` to nearly 0 along a cosine.
 
     Example:
-        >>> [round(falling(1.0, 4)(epoch), 2) for epoch in range(4)]
+        >>> [round(cosine_schedule(1.0, 4)(epoch), 2) for epoch in range(4)]
         [1.0, 0.85, 0.5, 0.15]
     """
     return lambda epoch: rate * (1 + math.cos(math.pi * epoch / epochs)) / 2
@@ -342,7 +343,8 @@ def check_count(name: str, value: int) -> None:
         raise ValueError(f"{name} must be an integer of at least 0, got {describe(value)}")
 
 
-def _check_incomplete(images: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
+def check_incomplete(images: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
+    """Images, floating point or bytes, and what is observed of them as bool."""
     if not _is_bytes(images):
         check_images("images", images)
     elif images.dim() != 4 or 0 in images.shape:

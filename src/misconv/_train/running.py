@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from misconv._checks import describe
 from misconv._train.loan import Loan
 from misconv._train.processes import nothing_of
-from misconv._train.session import Record
+from misconv._train.session import EpochRecord
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -45,7 +45,7 @@ class Job:
         evaluate: model -> a score, lower is better (-inf: take the last epoch), and what is recorded.
         size: how many images. batch_size: how many in a step.
         learning_rate: of Adam, a number or a function of the epoch, which counts from 0.
-        factors: for parameters whose name begins so, a factor of the learning rate; 0 leaves them as they are.
+        learning_rate_scale: by the beginning of a parameter's name, what its learning rate is multiplied by; 0: frozen.
         weight_decay: of AdamW.
         clip: the largest norm of a gradient.
         prepare: called once with the module on the device, before anything else.
@@ -61,13 +61,13 @@ class Job:
     module: nn.Module
     loss: Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]]
     figures: int
-    summarise: Callable[[list[float]], Record]
-    evaluate: Callable[[nn.Module], tuple[float, Record]]
+    summarise: Callable[[list[float]], EpochRecord]
+    evaluate: Callable[[nn.Module], tuple[float, EpochRecord]]
     size: int
     batch_size: int
     learning_rate: Rate
     seed: int = 0
-    factors: dict[str, float] = field(default_factory=dict)
+    learning_rate_scale: dict[str, float] = field(default_factory=dict)
     weight_decay: float = 0.0
     clip: float | None = None
     prepare: Callable[[], None] | None = None
@@ -96,7 +96,7 @@ class Running:
         )  # fmt: skip
         self.model, self.optimizer = fabric.setup(job.module, optimizer)
         self.parameters = [p for p in job.module.parameters() if p.requires_grad]
-        self.history: list[Record] = []
+        self.history: list[EpochRecord] = []
         self.rates: list[float] = []
         self.best_score, self.best_epoch = math.inf, -1
         self.least = _least(job, fabric.world_size)
@@ -124,7 +124,7 @@ class Running:
         self.sums.zero_()
         self.rates[epoch:] = [rate_of(self.job.learning_rate, epoch)]
         for group in self.optimizer.param_groups:
-            rate = self.rates[epoch] * group["factor"]
+            rate = self.rates[epoch] * group["scale"]
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
@@ -339,14 +339,14 @@ def rate_of(learning_rate: Rate, epoch: int) -> float:
 
 
 def _groups(job: Job) -> list[dict[str, Any]]:
-    """Parameters by the factor of their learning rate."""
+    """Parameters by the scale of their learning rate."""
     groups: dict[float, list[nn.Parameter]] = {}
     for name, parameter in job.module.named_parameters():
-        factor = next((value for start, value in job.factors.items() if name.startswith(start)), 1.0)
-        parameter.requires_grad_(parameter.requires_grad and factor != 0)
-        if factor:
-            groups.setdefault(factor, []).append(parameter)
-    return [{"params": parameters, "factor": factor} for factor, parameters in groups.items()]
+        scale = next((value for start, value in job.learning_rate_scale.items() if name.startswith(start)), 1.0)
+        parameter.requires_grad_(parameter.requires_grad and scale != 0)
+        if scale:
+            groups.setdefault(scale, []).append(parameter)
+    return [{"params": parameters, "scale": scale} for scale, parameters in groups.items()]
 
 
 def _check_tensors(own: dict[str, Tensor], stored: dict[str, Tensor]) -> None:

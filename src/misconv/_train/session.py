@@ -14,9 +14,9 @@ from misconv._checks import describe
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["Record", "check_fabric", "one_device", "progress_bar"]
+__all__ = ["EpochRecord", "check_fabric", "one_device", "progress_bar"]
 
-Record = dict[str, float]
+EpochRecord = dict[str, float]
 
 
 def one_device(device: torch.device | str | None = None) -> Fabric:
@@ -65,8 +65,8 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def progress_bar(
-    show: bool, title: str, total: int, done: int, *, stays: bool = True
-) -> Iterator[Callable[[Record], None]]:
+    show: bool, title: str, total: int, done: int, *, transient: bool = False
+) -> Iterator[Callable[[EpochRecord], None]]:
     """A progress bar with the figures of the last epoch beside it; yields what moves it on."""
     if not show:
         yield lambda record: None
@@ -76,10 +76,10 @@ def progress_bar(
     except ImportError as error:
         raise ImportError("progress bars need rich: pip install 'misconv[train]', or pass progress=False") from error
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.fields[figures]}"), transient=not stays) as progress:
+    with Progress(*columns, TextColumn("{task.fields[figures]}"), transient=transient) as progress:
         task = progress.add_task(title, total=total, completed=done, figures="")
 
-        def advance(record: Record) -> None:
+        def advance(record: EpochRecord) -> None:
             figures = "  ".join(f"{name} {value:.3g}" for name, value in record.items() if name != "epoch")
             figures = figures.replace("validation_", "val ").replace("accuracy", "acc")  # to fit into 80 columns
             progress.update(task, advance=1, figures=figures)

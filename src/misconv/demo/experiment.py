@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from misconv import data, impute
-from misconv._train import falling, one_device
+from misconv import data
+from misconv._train import cosine_schedule, one_device
 from misconv.density import SMFA, ConvDMFA
 from misconv.layers import MisConv2d
 from misconv.mfa import MFA
 from misconv.missing import hide, observe, square
-from misconv.paper.networks import PartialReLU
+from misconv.paper import methods as paper
+from misconv.paper.inputs import IncompleteImages
+from misconv.paper.methods import TRAINED, method_named
 from misconv.training import fit_classifier, fit_density
 
 __all__ = ["SETTINGS", "Demo", "Density", "Method", "run"]
@@ -167,39 +169,20 @@ def compare(
     smfa, dmfa = (_mfa(by_name[name], x, observed) for name in ("SMFA", "DMFA"))
 
     say("Filling in the missing pixels")
-    fitted: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "zero": impute.zero,
-        "mean": impute.Mean().fit(x[known], observed[known]),
-        "k-NN": impute.KNN(5).fit(x[known], observed[known]),
-    }
-    filled = {name: method(x, observed) for name, method in fitted.items()}
+    inputs = _inputs(x, observed, complete, known, {"smfa": smfa, "dmfa": dmfa})
+    filled = {method_named(name).title: _filled(inputs[name]) for name in ("zero", "mean", "knn")}
     filled["DMFA"] = dmfa.mean
 
-    def point(name: str) -> MFA:
-        return MFA.point(filled[name])
-
-    with_mask = MFA.point(torch.cat([filled["zero"], observed.float()], 1))
-    rows: list[tuple[str, str, Inputs, Callable[[], nn.Module]]] = [
-        ("zero", "missing pixels are set to 0", point("zero"), _misconv),
-        ("mask", "set to 0, and a second channel says which pixels were seen", with_mask, _misconv_with_mask),
-        ("mean", "set to their average over the training images", point("mean"), _misconv),
-        ("k-NN", "set to the average of the 5 most similar training images", point("k-NN"), _misconv),
-        ("partial convolution", "the first layer skips them and scales the rest up", (x, observed), _partial),
-        ("MFA imputation", "set to the mean that the density network predicts", point("DMFA"), _misconv),
-        ("MisConv (SMFA)", "expected response under one mixture fitted to all images", smfa, _misconv),
-        ("MisConv (DMFA)", "expected response under the density network", dmfa, _misconv),
-        ("complete images", "nothing is missing: the most that can be hoped for", MFA.point(complete), _misconv),
-    ]
     methods: list[Method] = []
     first_layer: nn.Module | None = None
-    for name, what, inputs, first in rows:
-        say(f"Training the classifier: {name}")
-        method = Method(name, what)
+    for each in TRAINED:
+        method = Method(each.long_title or each.title, each.description)
+        say(f"Training the classifier: {method.name}")
         for number in range(chosen["seeds"]):
-            network = _train(first, inputs, labels, train, validation, chosen, seed + number, progress)
-            method.accuracy.append(_accuracy(network, _take(inputs, test), labels[test]))
+            network = _train(each, inputs[each.name], labels, train, validation, chosen, seed + number, progress)
+            method.accuracy.append(_accuracy(network, _take(inputs[each.name], test), labels[test]))
         methods.append(method)
-        if name == "MisConv (DMFA)":
+        if each.name == "misconv_dmfa":
             first_layer = network.first
     assert isinstance(first_layer, MisConv2d)
 
@@ -227,16 +210,26 @@ def compare(
         )
 
 
-def _misconv() -> nn.Module:
-    return MisConv2d(1, 16, 3, padding=1)
+def _inputs(
+    x: Tensor, observed: Tensor, complete: Tensor, known: slice, densities: dict[str, MFA]
+) -> dict[str, Inputs]:
+    """What every method gives its network of all images; imputers are fitted to the known ones."""
+    data, whole, everything = IncompleteImages(x, observed), IncompleteImages.complete(complete), torch.arange(len(x))
+    found = {}
+    for method in TRAINED:
+        fitted: Any = None
+        if method.density is not None:
+            fitted = densities[method.density].__getitem__
+        elif method.fit_imputer is not None:
+            fitted = method.fit_imputer(x[known], observed[known])
+        assert method.inputs is not None
+        found[method.name] = method.inputs(whole if method.sees_complete else data, fitted)(everything)
+    return found
 
 
-def _misconv_with_mask() -> nn.Module:
-    return MisConv2d(2, 16, 3, padding=1)
-
-
-def _partial() -> nn.Module:
-    return PartialReLU(1, 16, 3, padding=1)
+def _filled(inputs: Inputs) -> Tensor:
+    assert isinstance(inputs, MFA)
+    return inputs.mean
 
 
 def _densities(chosen: dict[str, Any], seed: int) -> dict[str, Callable[[Tensor, Tensor, bool], nn.Module]]:
@@ -256,7 +249,7 @@ def _densities(chosen: dict[str, Any], seed: int) -> dict[str, Callable[[Tensor,
             density = ConvDMFA(1, **chosen["dmfa"])
         fit_density(
             density, x, observed, epochs=chosen["dmfa_epochs"], batch_size=chosen["dmfa_batch_size"], seed=seed,
-            learning_rate=falling(chosen["dmfa_learning_rate"], chosen["dmfa_epochs"]),
+            learning_rate=cosine_schedule(chosen["dmfa_learning_rate"], chosen["dmfa_epochs"]),
             fabric=_fabric(), progress=progress,
         )  # fmt: skip
         return density.eval()
@@ -307,7 +300,7 @@ def _take(inputs: Inputs, part: slice) -> Inputs:
 
 
 def _train(
-    first: Callable[[], nn.Module],
+    method: paper.Method,
     inputs: Inputs,
     labels: Tensor,
     train: slice,
@@ -318,12 +311,12 @@ def _train(
 ) -> Network:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        network = Network(first())
+        network = Network(method.first_layer(1, 16))
     fit_classifier(
         network, _take(inputs, train), labels[train],
         validation_inputs=_take(inputs, validation), validation_labels=labels[validation],
         epochs=chosen["classifier_epochs"], batch_size=chosen["classifier_batch_size"],
-        learning_rate=falling(chosen["classifier_learning_rate"], chosen["classifier_epochs"]), seed=seed,
+        learning_rate=cosine_schedule(chosen["classifier_learning_rate"], chosen["classifier_epochs"]), seed=seed,
         fabric=_fabric(), progress=progress,
     )  # fmt: skip
     return network.eval()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from misconv import missing
 from misconv._train import as_floats
 from misconv.mfa import MFA
-from misconv.paper.inputs import Incomplete, Remembered
+from misconv.paper.inputs import CachedMFA, IncompleteImages
 
 __all__ = ["EXTRA", "Augmented", "Versions"]
 
@@ -23,13 +23,13 @@ EXTRA = (1 / 16, 1 / 8, 1 / 4)  # how much more is hidden of every second image
 
 
 class Augmented:
-    """Incomplete images, of which more is hidden, shifted and flipped anew in every epoch.
+    """IncompleteImages images, of which more is hidden, shifted and flipped anew in every epoch.
 
     Args:
         versions: the images with nothing more hidden, then all of them again with more and more hidden.
         rows: which images of a version.
-        hide: whether to use the versions with more hidden. shift: by at most so many pixels. flip: left and right.
-        remembered: whether to return what `versions` remembers, MFAs, after `form`; otherwise images and their masks.
+        hide: whether to use the versions with more hidden. shift: by at most this many pixels. flip: left and right.
+        cached: whether to return the MFAs that `versions` has cached, after `form`; otherwise images and their masks.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class Augmented:
         hide: bool,
         shift: int,
         flip: bool,
-        remembered: bool,
+        cached: bool,
         form: Callable[[MFA], MFA] = lambda p: p,
     ) -> None:
         self.versions, self.rows, self.seed = versions, rows, seed
-        self.hide, self.shift, self.flip, self.remembered, self.form = hide, shift, flip, remembered, form
+        self.hide, self.shift, self.flip, self.cached, self.form = hide, shift, flip, cached, form
         self.virtual = rows.clone()  # the version of each image in this epoch
         self.moves = torch.zeros(3, len(rows), dtype=torch.int64, device=rows.device)  # down, right, flipped
 
@@ -66,8 +66,8 @@ class Augmented:
     def __call__(self, indices: Tensor) -> Any:
         """MFAs, or images and what is observed of them."""
         virtual = self.virtual[indices]
-        if self.remembered:
-            return self.form(self._moved(self.versions.remembered(virtual), indices))
+        if self.cached:
+            return self.form(self._moved(self.versions.cached(virtual), indices))
         x, observed = self.versions.data.at(virtual)
         if not self.shift and not self.flip:
             return x, observed
@@ -105,26 +105,26 @@ class Augmented:
 
 
 class Versions:
-    """All training images, then all of them again for each of `EXTRA`, with so much more hidden.
+    """All training images, then all of them again for each share in `EXTRA`, which is hidden in addition.
 
     Args:
         data: the images.
-        density: what `remembered` remembers of all versions, beside what is `usual` at each place; None if nobody asks.
+        density: its MFAs of all versions are in `cached`, beside what is `usual` at each place; None if nobody asks.
     """
 
-    def __init__(self, data: Incomplete, density: nn.Module | None = None) -> None:
+    def __init__(self, data: IncompleteImages, density: nn.Module | None = None) -> None:
         self.size = len(data)
         generator = torch.Generator().manual_seed(4)
         more = [missing.hide(data.observed, fraction=fraction, generator=generator) for fraction in EXTRA]
         observed = torch.cat([data.observed, *more])
         images = data.images.repeat(len(EXTRA) + 1, 1, 1, 1)
-        self.data = Incomplete(images, observed, data.filler)
+        self.data = IncompleteImages(images, observed, data.filler)
         if density is not None:
-            self.remembered = Remembered(density, self.data)
+            self.cached = CachedMFA(density, self.data)
             self.usual = _usual(data)
 
 
-def _usual(data: Incomplete) -> tuple[Tensor, Tensor]:
+def _usual(data: IncompleteImages) -> tuple[Tensor, Tensor]:
     """Mean and variance of every pixel, (C, H·W) each, over the images that show it; of its channel, if none does."""
     values, seen = as_floats(data.images).flatten(2), data.observed.flatten(2)
     count = seen.sum(0)  # (1, H·W)

@@ -1,7 +1,7 @@
-"""Finished work, kept by what it was: a table that was interrupted goes on, and one that is complete only prints.
+"""Finished work by its settings: a table that was interrupted goes on, and one that is complete only prints.
 
-A unit (a density, or a method with a seed) is described by its settings; their hash names its files. Nothing is ever
-overwritten by something else, because other settings have another name.
+A unit (a density, or a method with a seed) is what its settings say, whichever units were trained beside it; their hash
+names its files. So nothing is ever overwritten by something else, and units are kept one by one.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ import hashlib
 import json
 import math
 import os
-import re
 import time
-from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from misconv import store
 
-__all__ = ["FORMAT", "Cache", "key"]
+__all__ = ["FORMAT", "Cache", "as_json", "key"]
 
 # Of the files, and of what settings mean: a change of either must not be taken for the old.
-FORMAT = 3
+FORMAT = 4
 LEFT_BEHIND = 3600.0  # seconds after which nobody writes a file any more
 
 # What a record of each kind has: texts, and numbers.
@@ -50,6 +49,12 @@ def key(settings: Settings | list[Settings]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def as_json(settings: Any) -> Settings:
+    """The fields of a dataclass as a JSON file gives them back: tuples are lists there."""
+    found: Settings = json.loads(json.dumps(asdict(settings), allow_nan=False))
+    return found
+
+
 class Cache:
     """A folder with records (JSON), densities, first layers of classifiers, and checkpoints of what is under way."""
 
@@ -69,8 +74,6 @@ class Cache:
                 with contextlib.suppress(FileNotFoundError):  # another process was faster
                     if time.time() - path.stat().st_mtime > LEFT_BEHIND:
                         path.unlink()
-        for plan in (self.folder / "running").glob(f"*-{FORMAT}.json"):
-            self._settle(plan)
 
     def get(self, settings: Settings, kind: str | None = None) -> dict[str, Any] | None:
         """The record of a finished unit, or None; with a `kind`, one that has all numbers of that kind."""
@@ -100,17 +103,6 @@ class Cache:
         _write(self._record(settings), {"format": FORMAT, "record": record})
         return record
 
-    def keep_together(self, records: Sequence[tuple[Settings, dict[str, Any]]], checkpoints: Sequence[Path]) -> None:
-        """Write the records of units that were trained side by side, and remove their checkpoints: all that or nothing.
-
-        On a GPU, dropout depends on who is trained beside whom. Were some records there and others not, those others
-        would be trained again in other company.
-        """
-        plan = checkpoints[0].with_suffix(".json")
-        listed = [{**record, "settings": settings} for settings, record in records]
-        _write(plan, {"records": listed, "checkpoints": [path.name for path in checkpoints]})
-        self._settle(plan)
-
     def density(self, settings: Settings) -> Path:
         """Where a density is kept."""
         return self.folder / "densities" / f"{_slug(settings)}-{key(settings)}.safetensors"
@@ -122,25 +114,6 @@ class Cache:
     def running(self, settings: Settings | list[Settings]) -> Path:
         """Where a training that is under way leaves its checkpoint; one of another format is not taken for it."""
         return self.folder / "running" / f"{key(settings)}-{FORMAT}.safetensors"
-
-    def _settle(self, plan: Path) -> None:
-        """Do what `keep_together` has planned; it may have been killed on the way."""
-        try:
-            content = json.loads(plan.read_text(encoding="utf-8"))
-            records, checkpoints = content["records"], content["checkpoints"]
-            units = [dict(record["settings"]) for record in records]
-            # Nothing but checkpoints is ever removed, whatever a file says.
-            if not all(re.fullmatch(r"[0-9a-f]{16}-\d+\.safetensors", name) for name in checkpoints):
-                raise ValueError("a checkpoint has another name")
-        except FileNotFoundError:  # another process was faster
-            return
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{plan} must hold records of misconv, got something else; move it away") from error
-        for settings, record in zip(units, records, strict=True):
-            self.keep(settings, record)
-        for name in checkpoints:
-            plan.with_name(name).unlink(missing_ok=True)
-        plan.unlink(missing_ok=True)
 
     def _record(self, settings: Settings) -> Path:
         return self.folder / "records" / f"{_slug(settings)}-{key(settings)}.json"

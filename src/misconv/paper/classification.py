@@ -12,6 +12,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,69 +20,98 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from misconv import impute, missing, store
+from misconv import missing, store
 from misconv._store import commit, device_name, versions
 from misconv._train import Job, classifier_job, count_right, train
 from misconv.data import ImageSet
 from misconv.density import SMFA, ConvDMFA
 from misconv.layers import MisConv2d
-from misconv.paper.cache import Cache
-from misconv.paper.densities import job_of, make_density
-from misconv.paper.inputs import Incomplete, Remembered, Take, complete, of_method
-from misconv.paper.networks import Classifier, first_layer
-from misconv.paper.printed import METHODS as ROWS
+from misconv.paper.cache import Cache, as_json, key
+from misconv.paper.densities import TITLES, DensitySettings, job_of, make_density
+from misconv.paper.inputs import CachedMFA, IncompleteImages, Take
+from misconv.paper.methods import Method, method_named
+from misconv.paper.networks import Classifier
 from misconv.paper.scores import Record
 from misconv.training import fit_density
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["METHODS", "SETTINGS", "SHAPES", "Experiment"]
+__all__ = ["SETTINGS", "SHAPES", "ClassifierSettings", "Experiment", "Settings", "Trained"]
+
+
+@dataclass(frozen=True)
+class ClassifierSettings:
+    """A network of `misconv.paper.networks.Classifier` and its training."""
+
+    kind: str  # "small" or "large"
+    epochs: int
+    batch_size: int
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a data set."""
+
+    dmfa: DensitySettings
+    smfa: DensitySettings
+    classifier: ClassifierSettings
+
+    def density(self, name: str) -> DensitySettings:
+        """Those of "smfa" or "dmfa"."""
+        return {"smfa": self.smfa, "dmfa": self.dmfa}[name]
+
 
 # The paper's appendix A. Of the convolutional density the text says a learning rate of 4e-5, then 1e-5; the authors'
 # code runs 4e-4, then 1e-4, and so do we. The paper says nothing of the size of SMFA; here it is that of their code.
-_LINEAR = {
-    "kind": "LinearDMFA", "rank": 4, "epochs": 20, "batch_size": 48, "rates": [4e-5], "mse_epochs": 0, "clip": None,
-}  # fmt: skip
-_CONVOLUTIONAL = {
-    "kind": "ConvDMFA", "rank": 4, "epochs": 100, "batch_size": 64, "rates": [4e-4, 1e-4], "mse_epochs": 10,
-}  # fmt: skip
-_SMFA = {"kind": "SMFA", "components": 50, "rank": 6, "epochs": 30}
+_LINEAR = DensitySettings("LinearDMFA", rank=4, epochs=20, batch_size=48, learning_rates=(4e-5,), clip=None)
+_CONVOLUTIONAL = DensitySettings(
+    "ConvDMFA", rank=4, epochs=100, batch_size=64, learning_rates=(4e-4, 1e-4), mse_epochs=10
+)
+_SMFA = DensitySettings("SMFA", rank=6, components=50, epochs=30)
 # Not in the paper: small enough for a few minutes on a CPU.
-_SMALL = {
-    "kind": "ConvDMFA", "rank": 4, "widths": [24, 48], "depths": [1, 2, 1], "epochs": 40, "batch_size": 48,
-    "rates": [3e-3], "falling": True, "mse_epochs": 0,
-}  # fmt: skip
-SETTINGS: dict[str, dict[str, Any]] = {
-    "mnist": {
-        "dmfa": _LINEAR,
-        "smfa": _SMFA,
-        "classifier": {"kind": "small", "epochs": 10, "batch_size": 24, "rate": 1e-3},
-    },
-    "svhn": {
-        "dmfa": _CONVOLUTIONAL,
-        "smfa": _SMFA,
-        "classifier": {"kind": "small", "epochs": 25, "batch_size": 24, "rate": 1e-3},
-    },
-    "cifar10": {
-        "dmfa": _CONVOLUTIONAL,
-        "smfa": _SMFA,
-        "classifier": {"kind": "large", "epochs": 35, "batch_size": 64, "rate": 1e-4},
-    },
-    "digits": {
-        "dmfa": _SMALL,
-        "smfa": {**_SMFA, "components": 8, "rank": 4},
-        "classifier": {"kind": "small", "epochs": 12, "batch_size": 24, "rate": 1e-3},
-    },
+_SMALL = DensitySettings(
+    "ConvDMFA", rank=4, widths=(24, 48), depths=(1, 2, 1), epochs=40, batch_size=48, learning_rates=(3e-3,), cosine=True
+)
+SETTINGS: dict[str, Settings] = {
+    "mnist": Settings(_LINEAR, _SMFA, ClassifierSettings("small", epochs=10, batch_size=24, learning_rate=1e-3)),
+    "svhn": Settings(_CONVOLUTIONAL, _SMFA, ClassifierSettings("small", epochs=25, batch_size=24, learning_rate=1e-3)),
+    "cifar10": Settings(
+        _CONVOLUTIONAL, _SMFA, ClassifierSettings("large", epochs=35, batch_size=64, learning_rate=1e-4)
+    ),
+    "digits": Settings(
+        _SMALL,
+        replace(_SMFA, components=8, rank=4),
+        ClassifierSettings("small", epochs=12, batch_size=24, learning_rate=1e-3),
+    ),
 }
 SHAPES = {"square": 1 / 4, "trapezoid": 1 / 2, "noise": 3 / 4}  # and how much of an image is missing
 VALIDATION = 0.1
-NEIGHBOURS, DONORS = 5, 5000  # of k-NN
-METHODS = ("zero", "mask", "mean", "knn", "partial", "mfa", "misconv_smfa", "misconv_dmfa", "gt")
-NAMES = {"smfa": "SMFA", "dmfa": "DMFA", "plus": "DMFA+"}
-DENSITY_OF = {"mfa": "dmfa", "misconv_dmfa": "dmfa", "misconv_smfa": "smfa"}
 # How many classifiers are trained in one CUDA graph, and how often their state is put on the disk.
 SIDE_BY_SIDE, CHECKPOINT_SECONDS = 48, 60.0
+
+
+@dataclass
+class Trained:
+    """A classifier after its training and before its test.
+
+    Args:
+        settings: what makes its unit what it is.
+        history: a record for each epoch.
+        seconds: its share of the time.
+        side_by_side: how many classifiers were trained at a time.
+        variant: of MisConv+.
+    """
+
+    settings: dict[str, Any]
+    method: Method
+    seed: int
+    network: nn.Module
+    history: list[dict[str, float]]
+    seconds: float
+    side_by_side: int
+    variant: str | None = None
 
 
 class Experiment:
@@ -104,7 +134,7 @@ class Experiment:
         cache: Cache,
         fabric: Fabric,
         *,
-        settings: dict[str, Any] | None = None,
+        settings: Settings | None = None,
         progress: bool = True,
         say: Callable[[str], None] = lambda line: None,
         filler: float = 0.0,
@@ -115,8 +145,11 @@ class Experiment:
         self.settings = settings or SETTINGS.get(data.name, SETTINGS["svhn"])
         self.progress, self.say, self.filler = progress, say, filler
         self.device = fabric.device
-        self._tools: dict[str, Any] = {}
-        self._made: dict[str, dict[str, Any]] = {}  # the settings of densities among the tools
+        # What is made once: densities and imputers that were fitted, what they say, and how images are given.
+        self._densities: dict[str, nn.Module] = {}
+        self._imputers: dict[str, Any] = {}
+        self._cached: dict[tuple[str, str], CachedMFA] = {}
+        self._complete: dict[str, IncompleteImages] = {}
         self._takes: dict[tuple[str, str], Take] = {}
 
     # Data ------------------------------------------------------------------------------------------------------------
@@ -131,12 +164,12 @@ class Experiment:
         return {"dataset": self.data.name, "crc32": check, "shape": self.shape, "fraction": SHAPES[self.shape]}
 
     @cached_property
-    def train(self) -> Incomplete:
+    def train(self) -> IncompleteImages:
         """All training images; those of validation among them."""
         return self._incomplete(self.data.train, 1)
 
     @cached_property
-    def test(self) -> Incomplete:
+    def test(self) -> IncompleteImages:
         """The test images."""
         return self._incomplete(self.data.test, 2)
 
@@ -153,41 +186,37 @@ class Experiment:
         held = round(VALIDATION * size)
         return order[held:], order[:held]
 
-    def _incomplete(self, images: Tensor, seed: int) -> Incomplete:
+    def _incomplete(self, images: Tensor, seed: int) -> IncompleteImages:
         generator = torch.Generator().manual_seed(seed)
         observed = getattr(missing, self.shape)(
             len(images), *images.shape[2:], fraction=SHAPES[self.shape], generator=generator
         )
-        return Incomplete(images.to(self.device), observed.to(self.device), self.filler)
+        return IncompleteImages(images.to(self.device), observed.to(self.device), self.filler)
 
     # Densities -------------------------------------------------------------------------------------------------------
 
-    def density_settings(self, kind: str) -> dict[str, Any]:
-        """What makes a density what it is; kind is "smfa", "dmfa", or one that was offered."""
-        return {**self.identity, "density_kind": kind, "density": self.settings[kind], "seed": 0}
+    def density_settings(self, name: str, chosen: DensitySettings | None = None) -> dict[str, Any]:
+        """What makes a density what it is: "smfa" or "dmfa", or one of another name with the settings chosen for it."""
+        chosen = chosen or self.settings.density(name)
+        return {**self.identity, "density_kind": name, "density": as_json(chosen), "seed": 0}
 
-    def offer(self, kind: str, chosen: dict[str, Any]) -> None:
-        """Let there be one more density, by its settings."""
-        self.settings = {**self.settings, kind: chosen}
-
-    def density(self, kind: str) -> nn.Module:
+    def density(self, name: str, chosen: DensitySettings | None = None) -> nn.Module:
         """A density of this data set, trained on its incomplete training images the first time."""
-        settings = self.density_settings(kind)
-        if self._made.get(kind) != settings:
+        chosen = chosen or self.settings.density(name)
+        settings = self.density_settings(name, chosen)
+        if key(settings) not in self._densities:
             path = self.cache.density(settings)
             # Its record is looked at, too, which is refused if another version wrote it.
             if self.cache.get(settings, "fit") is None or not path.exists():
-                self._fit(kind, settings)
+                self._fit(name, chosen, settings)
             density = store.load(path).to(self.device)
-            self._check_density(path, density, settings["density"])
+            self._check_density(path, density, chosen)
             if isinstance(density, ConvDMFA):
                 density.to(memory_format=torch.channels_last)
-            self._tools[kind], self._made[kind] = density.eval().requires_grad_(False), settings
-        found = self._tools[kind]
-        assert isinstance(found, nn.Module)
-        return found
+            self._densities[key(settings)] = density.eval().requires_grad_(False)
+        return self._densities[key(settings)]
 
-    def _check_density(self, path: Path, density: nn.Module, chosen: dict[str, Any]) -> None:
+    def _check_density(self, path: Path, density: nn.Module, chosen: DensitySettings) -> None:
         """The file may be another's."""
         wanted = make_density(chosen, self.data.shape)
         found, asked = ({"shape": None, **getattr(d, "config", dict)()} for d in (density, wanted))
@@ -196,23 +225,23 @@ class Experiment:
         if type(density) is not type(wanted) or found != asked:
             raise ValueError(f"cannot load {path}: it holds another density than its name stands for")
 
-    def _fit(self, kind: str, settings: dict[str, Any]) -> None:
-        self.say(f"{self.data.title}, {self.shape}: learning what may be missing ({NAMES[kind]})")
-        clock, chosen = time.perf_counter(), settings["density"]
+    def _fit(self, name: str, chosen: DensitySettings, settings: dict[str, Any]) -> None:
+        self.say(f"{self.data.title}, {self.shape}: learning what may be missing ({TITLES[name]})")
+        clock = time.perf_counter()
         density = make_density(chosen, self.data.shape)
         checkpoint = self.cache.running(settings)
         if isinstance(density, SMFA):
             # What is missing was erased, so that no method can read it; bytes have no NaN.
             history = fit_density(
-                density, self.train.images, self.train.observed, epochs=chosen["epochs"], checkpoint=checkpoint,
+                density, self.train.images, self.train.observed, epochs=chosen.epochs, checkpoint=checkpoint,
                 fabric=self.fabric, progress=self.progress,
             )  # fmt: skip
             seconds = time.perf_counter() - clock
         else:
             job = job_of(density, chosen, self.train, self.fabric)
             (history,) = train(
-                [job], self.fabric, epochs=chosen["epochs"], checkpoint=checkpoint, checkpoint_seconds=self.pause,
-                progress=self.progress, title=NAMES[kind],
+                [job], self.fabric, epochs=chosen.epochs, checkpoint=checkpoint, checkpoint_seconds=self.pause,
+                progress=self.progress, title=TITLES[name],
             )  # fmt: skip
             seconds = job.seconds
         # The density last: where there is one, there is its record.
@@ -220,33 +249,33 @@ class Experiment:
         store.save(density.eval(), self.cache.density(settings))
         checkpoint.unlink(missing_ok=True)
 
-    def quality(self, kind: str) -> Record:
+    def quality(self, name: str) -> Record:
         """A record of how well a density predicts the missing pixels of the test images (Table 7)."""
-        settings = {**self.density_settings(kind), "variant": "quality"}
+        settings = {**self.density_settings(name), "variant": "quality"}
         found = self.cache.get(settings, "density")
         if found is not None:
             return found
         from misconv.paper.quality import quality
 
-        density = self.density(kind)
-        fitted = self.cache.get(self.density_settings(kind), "fit")
+        density = self.density(name)
+        fitted = self.cache.get(self.density_settings(name), "fit")
         figures = quality(density, self.data.test.to(self.device), self.test.observed)
         # The PSNR of images that were all filled without any error is no number that JSON knows.
-        measured = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+        measured = {each: value if math.isfinite(value) else None for each, value in figures.items()}
         seconds = {} if fitted is None else {"seconds": fitted["seconds"]}
         return self.cache.keep(
-            settings, {"kind": "density", **self._circumstances(), "density": NAMES[kind], **measured, **seconds}
+            settings, {"kind": "density", **self._circumstances(), "density": TITLES[name], **measured, **seconds}
         )
 
     # Classifiers -----------------------------------------------------------------------------------------------------
 
-    def unit(self, method: str, seed: int) -> dict[str, Any]:
+    def unit(self, name: str, seed: int) -> dict[str, Any]:
         """What makes a method with a seed what it is."""
-        kind = DENSITY_OF.get(method)
-        more = {"neighbours": [NEIGHBOURS, DONORS]} if method == "knn" else {}
+        method = method_named(name)
+        density = None if method.density is None else as_json(self.settings.density(method.density))
         return {
-            **self.identity, **more, "method": method, "seed": seed, "validation": VALIDATION,
-            "classifier": self.settings["classifier"], "density": self.settings[kind] if kind else None,
+            **self.identity, **method.settings, "method": name, "seed": seed, "validation": VALIDATION,
+            "classifier": as_json(self.settings.classifier), "density": density,
         }  # fmt: skip
 
     def run(self, methods: Sequence[str], seeds: Sequence[int]) -> list[Record]:
@@ -271,106 +300,104 @@ class Experiment:
 
     def _train(self, units: Sequence[tuple[str, int]]) -> None:
         """Train some classifiers side by side."""
-        takes = {method: self.take(method, "train") for method in dict.fromkeys(method for method, _ in units)}
-        names = ", ".join(ROWS[method] for method in takes)
-        self.say(f"{self.data.title}, {self.shape}: training {names}; {len(units)} side by side")
-        jobs = [self._job(method, seed, takes[method]) for method, seed in units]
+        methods = {name: method_named(name) for name, _ in units}
+        takes = {name: self.take(method, "train") for name, method in methods.items()}
+        titles = ", ".join(method.title for method in methods.values())
+        self.say(f"{self.data.title}, {self.shape}: training {titles}; {len(units)} side by side")
+        jobs = [self._job(methods[name], seed, takes[name]) for name, seed in units]
         checkpoint = self.cache.running([job.settings for job in jobs])
         histories = train(
-            jobs, self.fabric, epochs=self.settings["classifier"]["epochs"], checkpoint=checkpoint,
-            checkpoint_seconds=self.pause, progress=self.progress, title=f"{len(units)} classifiers", stays=False,
+            jobs, self.fabric, epochs=self.settings.classifier.epochs, checkpoint=checkpoint,
+            checkpoint_seconds=self.pause, progress=self.progress, title=f"{len(units)} classifiers", transient=True,
         )  # fmt: skip
-        tested = [
-            self.test_once(self.unit(method, seed), method, seed, job.module, history, job.seconds, len(jobs))
-            for (method, seed), job, history in zip(units, jobs, histories, strict=True)
-        ]
-        self.cache.keep_together(tested, [checkpoint])
+        tested = []
+        for (name, seed), job, history in zip(units, jobs, histories, strict=True):
+            trained = Trained(self.unit(name, seed), methods[name], seed, job.module, history, job.seconds, len(jobs))
+            takes_of_test = self.take(methods[name], "test"), methods[name].complete(self.whole("test"))
+            tested.append((trained.settings, self.test_once(trained, *takes_of_test)))
+        self.keep(tested, [checkpoint])
 
-    def _job(self, method: str, seed: int, take: Take) -> Job:
-        chosen, labels = self.settings["classifier"], self.labels[0]
+    def keep(self, tested: Sequence[tuple[dict[str, Any], Record]], checkpoints: Sequence[Path]) -> None:
+        """Write records by the settings of their units, one by one, and remove the checkpoints of their training.
+
+        With the first record the checkpoints have no use: if this is interrupted, fewer units are missing than were
+        trained together, and these are trained again.
+        """
+        for settings, record in tested:
+            self.cache.keep(settings, record)
+            for checkpoint in checkpoints:
+                checkpoint.unlink(missing_ok=True)
+
+    def _job(self, method: Method, seed: int, take: Take) -> Job:
+        chosen, labels = self.settings.classifier, self.labels[0]
         rows, held = self.split
         return classifier_job(
-            self._network(method, seed), _at(take, rows), labels[rows], self.fabric,
-            validation_inputs=_at(take, held), validation_labels=labels[held], batch_size=chosen["batch_size"],
-            learning_rate=chosen["rate"], seed=seed, settings=self.unit(method, seed),
-            name=f"{ROWS[method]}, seed {seed},", count=False,
+            self.network(method.first_layer, chosen.kind, seed), _at(take, rows), labels[rows], self.fabric,
+            validation_inputs=_at(take, held), validation_labels=labels[held], batch_size=chosen.batch_size,
+            learning_rate=chosen.learning_rate, seed=seed, settings=self.unit(method.name, seed),
+            name=f"{method.title}, seed {seed},", count=False,
         )  # fmt: skip
 
-    def test_once(
-        self,
-        settings: dict[str, Any],
-        method: str,
-        seed: int,
-        network: nn.Module,
-        history: list[dict[str, float]],
-        seconds: float,
-        side_by_side: int,
-        takes: tuple[Take, Take] | None = None,
-        extra: dict[str, Any] | None = None,
-    ) -> tuple[dict[str, Any], Record]:
-        """Look at the test images, once; returns the settings of a unit and its record."""
-        network.eval()
-        incomplete, everything = takes or (self.take(method, "test"), complete(method, self.whole("test")))
-        best = max(history, key=lambda record: record["validation_accuracy"])
+    def test_once(self, trained: Trained, incomplete: Take, whole: Take) -> Record:
+        """Look at the test images, once: as they are, and with nothing missing."""
+        network = trained.network.eval()
+        best = max(trained.history, key=lambda record: record["validation_accuracy"])
         truth = self.labels[1]
         first = getattr(network, "first", None)
-        if method == "misconv_dmfa" and isinstance(first, MisConv2d):  # for the figure of its responses
-            store.save(first, self.cache.layer(settings))
+        if trained.method.name == "misconv_dmfa" and isinstance(first, MisConv2d):  # for the figure of its responses
+            store.save(first, self.cache.layer(trained.settings))
         with torch.no_grad():
-            right = [count_right(network, take, truth, self.device, 1000) for take in (incomplete, everything)]
-        return settings, {
+            right = [count_right(network, take, truth, self.device, 1000) for take in (incomplete, whole)]
+        return {
             "kind": "classification",
             **self._circumstances(),
-            "method": method,
-            "seed": seed,
+            "method": trained.method.name,
+            "seed": trained.seed,
             "accuracy_incomplete": right[0] / len(truth),
             "accuracy_complete": right[1] / len(truth),
             "accuracy_validation": best["validation_accuracy"],
             "epoch": int(best["epoch"]) + 1,
-            "epochs": len(history),
-            "seconds": seconds,
-            "side_by_side": side_by_side,
-            **(extra or {}),
+            "epochs": len(trained.history),
+            "seconds": trained.seconds,
+            "side_by_side": trained.side_by_side,
+            **({} if trained.variant is None else {"variant": trained.variant}),
         }
 
-    def take(self, method: str, part: str) -> Take:
+    def take(self, method: Method, part: str) -> Take:
         """How a method gives training or test images to its network."""
-        if method == "gt":
-            return complete(method, self.whole(part))
-        if (method, part) not in self._takes:
-            data = self.train if part == "train" else self.test
-            self._takes[method, part] = of_method(method, data, self._prepare(method, data))
-        return self._takes[method, part]
+        if (method.name, part) not in self._takes:
+            data = self.whole(part) if method.sees_complete else self._part(part)
+            if method.inputs is None:
+                raise ValueError(f"method must be one that this experiment can train, got {method.name!r}")
+            self._takes[method.name, part] = method.inputs(data, self._fitted(method, part))
+        return self._takes[method.name, part]
 
-    def _prepare(self, method: str, data: Incomplete) -> dict[str, Any]:
-        """The tools of a method, fitted to incomplete training images."""
-        rows = self.split[0]
-        if method == "mean" and "mean" not in self._tools:
-            self._tools["mean"] = impute.Mean().fit(*self.train.at(rows))
-        if method == "knn" and "knn" not in self._tools:
-            self._tools["knn"] = impute.KNN(NEIGHBOURS).fit(*self.train.at(rows[:DONORS]))
-        kind = DENSITY_OF.get(method)
-        if kind is not None:
+    def _part(self, part: str) -> IncompleteImages:
+        return self.train if part == "train" else self.test
+
+    def _fitted(self, method: Method, part: str) -> Any:
+        """The imputer of a method, fitted to incomplete training images, or what its density says of these images."""
+        if method.density is not None:
             # Methods that use the same density share what it says.
-            name = f"{kind} of {len(data)} {data is self.train}"
-            if name not in self._tools:
-                self._tools[name] = Remembered(self.density(kind), data)
-            return {kind: self._tools[name]}
-        return self._tools
+            if (method.density, part) not in self._cached:
+                self._cached[method.density, part] = CachedMFA(self.density(method.density), self._part(part))
+            return self._cached[method.density, part]
+        if method.fit_imputer is not None and method.name not in self._imputers:
+            self._imputers[method.name] = method.fit_imputer(*self.train.at(self.split[0]))
+        return self._imputers.get(method.name)
 
-    def whole(self, part: str) -> Tensor:
+    def whole(self, part: str) -> IncompleteImages:
         """Training or test images with nothing missing, for GT and for Table 2."""
-        name = f"complete {part}"
-        if name not in self._tools:
-            self._tools[name] = (self.data.train if part == "train" else self.data.test).to(self.device)
-        found: Tensor = self._tools[name]
-        return found
+        if part not in self._complete:
+            images = self.data.train if part == "train" else self.data.test
+            self._complete[part] = IncompleteImages.complete(images.to(self.device))
+        return self._complete[part]
 
-    def _network(self, method: str, seed: int) -> nn.Module:
+    def network(self, first_layer: Callable[[int], nn.Module], kind: str, seed: int) -> nn.Module:
+        """A classifier with the first weights of that seed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            first = first_layer(method, self.data.shape[0])
-            network = Classifier(first, self.data.shape, self.data.classes, self.settings["classifier"]["kind"])
+            network = Classifier(first_layer(self.data.shape[0]), self.data.shape, self.data.classes, kind)
         return network.to(self.device)
 
     @property

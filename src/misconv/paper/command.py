@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,9 +27,11 @@ from misconv._train import one_device
 from misconv.bench import command as bench
 from misconv.paper import tables
 from misconv.paper.cache import Cache
-from misconv.paper.classification import METHODS, SETTINGS, SHAPES, Experiment
+from misconv.paper.classification import SETTINGS, SHAPES, Experiment, Settings
+from misconv.paper.densities import DensitySettings
 from misconv.paper.illustrate import check_drawable, illustrate
-from misconv.paper.plus import PLUS, run_plus, variants_of
+from misconv.paper.methods import TRAINED, method_named
+from misconv.paper.plus import PLUS, Recipe, run_plus, variants_of
 from misconv.paper.quality import SMALLEST
 from misconv.paper.scores import Record
 
@@ -47,7 +49,7 @@ DATASETS: dict[str, tuple[str, ...]] = {"7": ("svhn",), "9": ("mnist",), "10": (
 USUAL = ("mnist", "svhn", "cifar10")
 SOME = {"6": ("misconv_smfa", "misconv_dmfa"), "8": ("mfa", "misconv_dmfa"), "ablation": ("misconv_dmfa",)}
 WITH_PLUS = ("1", "2", "9")
-# `--quick`: so many images for training and test, and so many epochs of each part.
+# `--quick`: the number of images for training and for the test, and the epochs of each part.
 FEW_IMAGES = (600, 200)
 FEW_EPOCHS = {"dmfa": 1, "smfa": 2, "classifier": 1}
 # A tenth of them has to choose the epoch, and no pixel may be missing in all of them.
@@ -245,14 +247,15 @@ def _units(plan: Plan, experiment: Experiment) -> list[Record]:
     """The records of one data set with one shape."""
     if plan.table == "7":
         return [experiment.quality(kind) for kind in ("smfa", "dmfa")]
-    seeds, methods = range(plan.seeds), SOME.get(plan.table, METHODS)
-    if experiment.shape != "square":
-        methods = tuple(method for method in methods if method != "gt")  # the same for all shapes: nothing is missing
+    seeds, methods = range(plan.seeds), SOME.get(plan.table, [method.name for method in TRAINED])
+    if experiment.shape != "square":  # trained on complete images, a method is the same for all shapes
+        methods = [name for name in methods if not method_named(name).sees_complete]
     found = experiment.run(methods, seeds)
+    recipe = _quick_recipe(experiment.data.name) if plan.quick else None
     if plan.table == "ablation":
-        return _ablation(found, run_plus(experiment, seeds, variants_of(experiment)))
+        return _ablation(found, run_plus(experiment, seeds, variants_of(experiment, recipe), recipe))
     if plan.table in WITH_PLUS and plan.plus:
-        found += run_plus(experiment, seeds)
+        found += run_plus(experiment, seeds, recipe=recipe)
     return found
 
 
@@ -262,11 +265,20 @@ def _ablation(paper: Sequence[Record], plus: Sequence[Record]) -> list[Record]:
     return [{**record, "kind": "ablation"} for record in rows]
 
 
-def _quick_settings(name: str) -> dict[str, Any]:
-    usual, recipe = SETTINGS.get(name, SETTINGS["svhn"]), PLUS.get(name, PLUS["svhn"])
-    few = {part: {**usual[part], "epochs": epochs} for part, epochs in FEW_EPOCHS.items()}
-    density = recipe["density"] if recipe["density"] == "paper" else {**recipe["density"], "epochs": 1}
-    return few | {"recipe": {"epochs": 1, "density": density}}
+def _quick_settings(name: str) -> Settings:
+    usual = SETTINGS.get(name, SETTINGS["svhn"])
+    return Settings(
+        dmfa=replace(usual.dmfa, epochs=FEW_EPOCHS["dmfa"]),
+        smfa=replace(usual.smfa, epochs=FEW_EPOCHS["smfa"]),
+        classifier=replace(usual.classifier, epochs=FEW_EPOCHS["classifier"]),
+    )
+
+
+def _quick_recipe(name: str) -> Recipe:
+    recipe = PLUS.get(name, PLUS["svhn"])
+    if isinstance(recipe.density, DensitySettings):
+        recipe = replace(recipe, density=replace(recipe.density, epochs=FEW_EPOCHS["dmfa"]))
+    return replace(recipe, epochs=FEW_EPOCHS["classifier"])
 
 
 def fabric_on(device: str | None) -> Fabric:

@@ -3,41 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from misconv import missing
-from misconv._train import Job, density_job, falling
+from misconv._train import Job, cosine_schedule, density_job
 from misconv.density import SMFA, ConvDMFA, LinearDMFA
-from misconv.paper.inputs import Incomplete
+from misconv.paper.inputs import IncompleteImages
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["job_of", "make_density", "rates", "several"]
+__all__ = ["TITLES", "DensitySettings", "job_of", "learning_rate_of", "make_density", "several"]
+
+TITLES = {"smfa": "SMFA", "dmfa": "DMFA", "plus": "DMFA+"}  # of the densities of an experiment, by their names
 
 
-def job_of(density: nn.Module, chosen: dict[str, Any], data: Incomplete, fabric: Fabric) -> Job:
-    """The training of a density network on incomplete images, for `misconv._train.engine.train`."""
+@dataclass(frozen=True)
+class DensitySettings:
+    """What makes a density what it is.
+
+    Args:
+        kind: "SMFA", "LinearDMFA" or "ConvDMFA".
+        rank, components, widths, depths, skips: of the model; an SMFA and a LinearDMFA have no use for the last three.
+        epochs: passes over the images, for an SMFA the largest number of EM iterations.
+
+    The others are of the training of a network:
+        learning_rates: the first while the squared error is added, the last one after that.
+        cosine: whether the first learning rate falls along a cosine instead.
+        mse_epochs: how many first epochs add the squared error.
+        clip: the largest norm of a gradient.
+        shapes: of the regions that are hidden, "square" or "several".
+    """
+
+    kind: str
+    rank: int
+    epochs: int
+    components: int = 1
+    widths: tuple[int, ...] = (32, 64, 128)
+    depths: tuple[int, ...] = (2, 2, 4, 2, 2)
+    skips: bool = False
+    batch_size: int = 64
+    learning_rates: tuple[float, ...] = (1e-3,)
+    cosine: bool = False
+    mse_epochs: int = 0
+    clip: float | None = 5.0
+    shapes: str = "square"
+
+
+def job_of(density: nn.Module, settings: DensitySettings, data: IncompleteImages, fabric: Fabric) -> Job:
+    """The training of a density network on incomplete images, for `misconv._train.train`."""
     return density_job(
-        density, data.images, data.observed, fabric, batch_size=chosen["batch_size"], learning_rate=rates(chosen),
-        mse_epochs=chosen["mse_epochs"], clip=chosen.get("clip", 5.0),
-        shape=several if chosen.get("shapes") == "several" else missing.square,
+        density, data.images, data.observed, fabric, batch_size=settings.batch_size,
+        learning_rate=learning_rate_of(settings), mse_epochs=settings.mse_epochs, clip=settings.clip,
+        shape=several if settings.shapes == "several" else missing.square,
     )  # fmt: skip
 
 
-def make_density(chosen: dict[str, Any], shape: tuple[int, int, int]) -> nn.Module:
+def make_density(settings: DensitySettings, shape: tuple[int, int, int]) -> nn.Module:
     """A density by its settings, with the same first weights every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        if chosen["kind"] == "SMFA":
-            return SMFA(chosen["components"], chosen["rank"])
-        if chosen["kind"] == "LinearDMFA":
-            return LinearDMFA(shape, rank=chosen["rank"])
-        options = {name: chosen[name] for name in ("components", "widths", "depths", "skips") if name in chosen}
-        network = ConvDMFA(shape[0], rank=chosen["rank"], **options)
+        if settings.kind == "SMFA":
+            return SMFA(settings.components, settings.rank)
+        if settings.kind == "LinearDMFA":
+            return LinearDMFA(shape, settings.components, settings.rank)
+        network = ConvDMFA(
+            shape[0], settings.components, settings.rank, settings.widths, settings.depths, skips=settings.skips
+        )
         return network.to(memory_format=torch.channels_last)
 
 
@@ -60,8 +96,8 @@ def several(
     return torch.where(turn == 0, drawn[0], torch.where(turn == 1, drawn[1], drawn[2]))
 
 
-def rates(chosen: dict[str, Any]) -> Callable[[int], float]:
-    """The first learning rate while the squared error is added, the last one after; or a falling one."""
-    if chosen.get("falling"):
-        return falling(chosen["rates"][0], chosen["epochs"])
-    return lambda epoch: float(chosen["rates"][0] if epoch < chosen["mse_epochs"] else chosen["rates"][-1])
+def learning_rate_of(settings: DensitySettings) -> Callable[[int], float]:
+    """The learning rate of every epoch."""
+    if settings.cosine:
+        return cosine_schedule(settings.learning_rates[0], settings.epochs)
+    return lambda epoch: settings.learning_rates[0 if epoch < settings.mse_epochs else -1]

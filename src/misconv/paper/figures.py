@@ -197,7 +197,7 @@ def _outline(axes: Axes, hidden: Tensor) -> None:
     lines = [((x, y), (x, y + 1)) for y, x in across.nonzero().tolist()]
     lines += [((x, y), (x + 1, y)) for y, x in down.nonzero().tolist()]
     if 2 * len(lines) > hidden.numel():
-        return  # scattered pixels: so many lines would hide the picture
+        return  # scattered pixels: their outlines would hide the picture
     colour = tuple(c / 255 for c in MISSING[1])
     options: dict[str, Any] = {"linewidths": 0.9, "capstyle": "projecting", "clip_on": False, "zorder": 3}
     axes.add_collection(LineCollection(lines, colors=[colour], **options), autolim=False)

@@ -1,4 +1,4 @@
-"""What each method gives its network: the one argument in which the rows of a table differ.
+"""Incomplete images on a device, what a density says of them, and the forms in which networks take both.
 
 All data live on one device: images as bytes, what a density says of them at missing pixels alone.
 """
@@ -17,7 +17,7 @@ from misconv import impute
 from misconv._train import as_floats
 from misconv.mfa import MFA
 
-__all__ = ["Incomplete", "Remembered", "complete", "filled", "of_method", "point", "zeros_and_mask"]
+__all__ = ["CachedMFA", "IncompleteImages", "Take", "filled", "point", "zeros_and_mask"]
 
 Take = Callable[[Tensor], Any]  # indices (B,) -> what the network takes of these images
 CHUNK = 128  # images that a density sees at a time
@@ -25,7 +25,7 @@ LEAST = 1e-7  # a component with less weight is lost in the rounding of float32
 NEVER = -1e4  # the logarithm of a weight that is 0 in any arithmetic
 
 
-class Incomplete:
+class IncompleteImages:
     """Images of which a fixed region is missing; their hidden pixels are gone for good.
 
     Args:
@@ -39,6 +39,12 @@ class Incomplete:
         self.images = images.where(observed, 0)
         self.filler = filler
 
+    @classmethod
+    def complete(cls, images: Tensor) -> IncompleteImages:
+        """Images of which nothing is missing."""
+        seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=images.device)
+        return cls(images, seen.expand(len(images), 1, *images.shape[2:]))
+
     def __len__(self) -> int:
         return len(self.images)
 
@@ -48,7 +54,7 @@ class Incomplete:
         return (x.where(observed, self.filler) if self.filler != 0 else x), observed  # erased pixels are 0 already
 
 
-class Remembered:
+class CachedMFA:
     """What a density says of incomplete images, computed once and kept at their missing pixels alone.
 
     Of a mixture only components that matter are kept: given most of an image, hardly ever more than one.
@@ -63,7 +69,7 @@ class Remembered:
 
     @torch.no_grad()
     def __init__(
-        self, density: Callable[[Tensor, Tensor], MFA | Tensor], data: Incomplete, chunk: int | None = None
+        self, density: Callable[[Tensor, Tensor], MFA | Tensor], data: IncompleteImages, chunk: int | None = None
     ) -> None:
         self.data = data
         missing = ~data.observed.flatten(1)  # (N, H·W)
@@ -109,44 +115,6 @@ class Remembered:
     def filled(self, indices: Tensor) -> MFA:
         """`filled`, of these images."""
         return filled(self(indices))
-
-
-def of_method(method: str, data: Incomplete, tools: dict[str, Any]) -> Take:
-    """How a method gives some of these images to its network.
-
-    Args:
-        tools: what it may need: "mean" and "knn", fitted imputers; "smfa" and "dmfa", a `Remembered` of `data` each.
-    """
-    if method == "zero":
-        return lambda rows: point(impute.zero(*data.at(rows)))
-    if method == "mask":
-        return lambda rows: zeros_and_mask(*data.at(rows))
-    if method == "mean":
-        return lambda rows: point(tools["mean"](*data.at(rows)))
-    if method == "partial":
-        return data.at
-    if method == "knn":
-        return Remembered(tools["knn"], data, 4096).filled  # an imputer compares with its donors in parts of its own
-    if method == "mfa":
-        remembered: Remembered = tools["dmfa"]
-        return remembered.filled
-    if method in ("misconv_smfa", "misconv_dmfa"):
-        found: Remembered = tools[method.removeprefix("misconv_")]
-        return found
-    raise ValueError(f"method must be one that learns from incomplete images, got {method!r}")
-
-
-def complete(method: str, images: Tensor) -> Take:
-    """How a method gives images to its network of which nothing is missing."""
-
-    def take(rows: Tensor) -> Any:
-        x = as_floats(images[rows])
-        everything = torch.ones_like(x[:, :1], dtype=torch.bool)
-        if method == "mask":
-            return zeros_and_mask(x, everything)
-        return (x, everything) if method == "partial" else point(x)
-
-    return take
 
 
 def filled(p: MFA) -> MFA:

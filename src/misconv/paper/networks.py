@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from misconv.layers import MisConv2d, PartialConv2d
 
-__all__ = ["Classifier", "PartialReLU", "first_layer"]
+__all__ = ["Classifier", "PartialReLU", "misconv_layer", "misconv_layer_with_mask", "partial_layer"]
 
 WIDTH = 32  # of the first layer, in all networks
 
@@ -67,11 +67,19 @@ class PartialReLU(PartialConv2d):
         return super().forward(x, observed).relu()  # type: ignore[union-attr]  # one result was asked for
 
 
-def first_layer(method: str, channels: int) -> nn.Module:
-    """3×3 and 32 filters for every method: what they differ in is what they are given."""
-    if method == "partial":
-        return PartialReLU(channels, WIDTH, 3, padding=1)
-    return MisConv2d(channels + (method == "mask"), WIDTH, 3, padding=1, activation="relu")
+def misconv_layer(channels: int, width: int = WIDTH) -> nn.Module:
+    """3×3, as for every method: what methods differ in is what they are given."""
+    return MisConv2d(channels, width, 3, padding=1, activation="relu")
+
+
+def misconv_layer_with_mask(channels: int, width: int = WIDTH) -> nn.Module:
+    """The same for images with the mask as one more channel."""
+    return misconv_layer(channels + 1, width)
+
+
+def partial_layer(channels: int, width: int = WIDTH) -> nn.Module:
+    """Partial convolution of the same size."""
+    return PartialReLU(channels, width, 3, padding=1)
 
 
 def _block(inside: int, width: int, stride: int = 1) -> tuple[nn.Module, ...]:

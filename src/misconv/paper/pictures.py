@@ -20,7 +20,7 @@ UNSURE: Colours = [(13, 8, 40), (101, 21, 110), (188, 55, 84), (249, 142, 9), (2
 RESPONSE: Colours = [(253, 252, 250), (140, 205, 198), (28, 124, 142), (16, 44, 84)]
 DIFFERENCE: Colours = [(33, 86, 166), (150, 188, 226), (250, 249, 247), (240, 168, 140), (178, 40, 46)]
 MISSING: Colours = [(250, 205, 235), (206, 24, 140)]  # ground and stripes
-SCALE = 16  # a pixel of a digit is a square of so many in the picture
+SCALE = 16  # a pixel of a digit is a square with this side in the picture
 
 
 def paint(

@@ -3,10 +3,10 @@
 It learns from the same incomplete images, and its classifier is the paper's from the second layer on. New are:
 
 - on MNIST, where the paper has a small density network, one with skip connections, trained on regions of several shapes
-  with a falling learning rate; elsewhere the paper's, which has longer to learn and predicted better on SVHN;
+  with a cosine schedule; elsewhere the paper's, which has longer to learn and predicted better on SVHN;
 - augmentation: more is hidden, and images are shifted (and flipped where that keeps their meaning); what a shift brings
   in from beyond the border is missing, with the usual mean and variance of the pixel at the border;
-- a falling learning rate, larger batches and more epochs.
+- a cosine schedule of the learning rate, larger batches and more epochs.
 
 A variant leaves one of them out, or adds one more: the mask as a certain input channel of the first layer; weight decay
 and smoothed labels; some last epochs in which the density learns, too, from the classifier's loss. The last two leave
@@ -17,41 +17,71 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from misconv import impute
-from misconv._train import classifier_job, falling, train
+from misconv._train import Job, classifier_job, cosine_schedule, train
 from misconv.mfa import MFA
 from misconv.paper.augment import EXTRA, Augmented, Versions
-from misconv.paper.classification import VALIDATION, Experiment
-from misconv.paper.inputs import Remembered, Take, complete, filled, point, zeros_and_mask
-from misconv.paper.networks import Classifier, first_layer
+from misconv.paper.cache import as_json
+from misconv.paper.classification import VALIDATION, Experiment, Trained
+from misconv.paper.densities import DensitySettings
+from misconv.paper.inputs import CachedMFA, Take, filled, point, zeros_and_mask
+from misconv.paper.methods import method_named
+from misconv.paper.networks import misconv_layer, misconv_layer_with_mask
 from misconv.paper.scores import Record
 
-__all__ = ["PLUS", "VARIANTS", "Plus", "run_plus", "variants_of"]
+__all__ = ["PLUS", "VARIANTS", "Plus", "Recipe", "run_plus", "variants_of"]
 
-_DENSITY = {
-    "kind": "ConvDMFA", "rank": 4, "components": 1, "widths": [32, 64, 128], "depths": [2, 2, 4, 2, 2], "skips": True,
-    "epochs": 12, "batch_size": 128, "rates": [2e-3], "falling": True, "mse_epochs": 2, "shapes": "several",
-}  # fmt: skip
-_RECIPE = {
-    "batch_size": 128, "rate": 2e-3, "weight_decay": 0.0, "label_smoothing": 0.0, "mask": False, "hide": True,
-    "density": _DENSITY, "tuned": 0, "tuned_rate": 2e-4, "density_rate": 0.1,
-}  # fmt: skip
-PLUS: dict[str, dict[str, Any]] = {
-    "mnist": {**_RECIPE, "epochs": 30, "shift": 2, "flip": False},
-    "svhn": {**_RECIPE, "epochs": 30, "shift": 3, "flip": False, "density": "paper"},
-    "cifar10": {**_RECIPE, "epochs": 60, "shift": 4, "flip": True, "density": "paper"},
-    "digits": {
-        **_RECIPE, "epochs": 15, "shift": 0, "flip": False, "batch_size": 32,  # a pixel is an eighth of the image
-        "density": {**_DENSITY, "widths": [16, 32], "depths": [1, 1, 1], "epochs": 10, "batch_size": 48},
-    },
+
+@dataclass(frozen=True)
+class Recipe:
+    """How MisConv+ is trained.
+
+    Args:
+        density: its settings; "paper" for the DMFA of the paper's settings, None for zeros.
+        hide, shift, flip: the augmentation, see `misconv.paper.augment.Augmented`.
+        mask: whether the mask is one more channel of the first layer.
+        filled: whether the mean of the density is filled in, instead of MisConv.
+        epochs, batch_size, learning_rate, weight_decay, label_smoothing: of the classifier, with a cosine schedule.
+        tuned: how many more epochs train the density as well. tuned_learning_rate: in these epochs.
+        density_learning_rate_scale: what the density's learning rate is multiplied by in these epochs.
+    """
+
+    epochs: int
+    shift: int
+    flip: bool = False
+    hide: bool = True
+    density: DensitySettings | Literal["paper"] | None = "paper"
+    mask: bool = False
+    filled: bool = False
+    batch_size: int = 128
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.0
+    label_smoothing: float = 0.0
+    tuned: int = 0
+    tuned_learning_rate: float = 2e-4
+    density_learning_rate_scale: float = 0.1
+
+
+_DENSITY = DensitySettings(
+    "ConvDMFA", rank=4, skips=True, epochs=12, batch_size=128, learning_rates=(2e-3,), cosine=True, mse_epochs=2,
+    shapes="several",
+)  # fmt: skip
+PLUS: dict[str, Recipe] = {
+    "mnist": Recipe(epochs=30, shift=2, density=_DENSITY),
+    "svhn": Recipe(epochs=30, shift=3),
+    "cifar10": Recipe(epochs=60, shift=4, flip=True),
+    "digits": Recipe(
+        epochs=15, shift=0, batch_size=32,  # a pixel is an eighth of the image
+        density=replace(_DENSITY, widths=(16, 32), depths=(1, 1, 1), epochs=10, batch_size=48),
+    ),
 }  # fmt: skip
 # What a variant changes in the recipe.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -114,138 +144,152 @@ def with_mask(p: MFA) -> MFA:
     )
 
 
-def recipe(experiment: Experiment, variant: str) -> dict[str, Any]:
-    """The settings of a variant on a data set."""
+# Variants and units --------------------------------------------------------------------------------------------------
+
+
+def recipe_of(experiment: Experiment, variant: str, whole: Recipe | None = None) -> Recipe:
+    """The recipe of a variant; `whole` is the one that it changes, by default that of the data set."""
     if variant not in VARIANTS:
         raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}")
-    usual = PLUS.get(experiment.data.name, PLUS["svhn"])
-    chosen = {**usual, **experiment.settings.get("recipe", {}), **VARIANTS[variant]}
-    return {**chosen, "classifier": experiment.settings["classifier"]["kind"], "extra": list(EXTRA)}
+    return replace(whole or PLUS.get(experiment.data.name, PLUS["svhn"]), **VARIANTS[variant])
 
 
-def variants_of(experiment: Experiment) -> list[str]:
+def variants_of(experiment: Experiment, whole: Recipe | None = None) -> list[str]:
     """Those that differ from the whole recipe on this data set, and the whole."""
-    whole = recipe(experiment, "everything")
-    return [v for v in VARIANTS if v == "everything" or recipe(experiment, v) != whole]
+    everything = recipe_of(experiment, "everything", whole)
+    return [v for v in VARIANTS if v == "everything" or recipe_of(experiment, v, whole) != everything]
 
 
-def unit(experiment: Experiment, variant: str, seed: int) -> dict[str, Any]:
+def unit(experiment: Experiment, whole: Recipe | None, variant: str, seed: int) -> dict[str, Any]:
     """What makes a variant with a seed what it is."""
-    settings = recipe(experiment, variant)
-    if settings["density"] == "paper":
-        settings["density"] = experiment.settings["dmfa"]
+    chosen = recipe_of(experiment, variant, whole)
+    if chosen.density == "paper":
+        chosen = replace(chosen, density=experiment.settings.dmfa)
+    settings = as_json(chosen) | {"classifier": experiment.settings.classifier.kind, "extra": list(EXTRA)}
     return {
         **experiment.identity, "method": "misconv_plus", "variant": variant, "seed": seed, "validation": VALIDATION,
         "recipe": settings,
     }  # fmt: skip
 
 
-def run_plus(experiment: Experiment, seeds: Sequence[int], variants: Sequence[str] = ("everything",)) -> list[Record]:
-    """The records of all variants with all seeds; those that are not there yet are trained, side by side."""
-    return experiment.records(variants, seeds, partial(unit, experiment), partial(_train, experiment))
+def run_plus(
+    experiment: Experiment,
+    seeds: Sequence[int],
+    variants: Sequence[str] = ("everything",),
+    recipe: Recipe | None = None,
+) -> list[Record]:
+    """The records of all variants with all seeds; those that are not there yet are trained, side by side.
+
+    Args:
+        recipe: the whole one, by default that of the data set in `PLUS`.
+    """
+    return experiment.records(variants, seeds, partial(unit, experiment, recipe), partial(_train, experiment, recipe))
 
 
-def _train(experiment: Experiment, units: Sequence[tuple[str, int]]) -> None:
-    recipes = [recipe(experiment, variant) for variant, _ in units]
-    densities = [_density(experiment, chosen) for chosen in recipes]
-    names = ", ".join(dict.fromkeys(variant for variant, _ in units))
-    what = "MisConv+" if names == "everything" else f"MisConv+ ({names})"
-    experiment.say(f"{experiment.data.title}, {experiment.shape}: training {what}; {len(units)} side by side")
-    works = [
-        _Work(variant, seed, chosen, density, _network(experiment, chosen, density, seed))
-        for (variant, seed), chosen, density in zip(units, recipes, densities, strict=True)
-    ]
-    versions: dict[int, Versions] = {}
-    checkpoints = [_stage(experiment, works, versions)]
-    tuned = [work for work in works if work.chosen["tuned"]]
-    if tuned:
-        before = [(work.network, work.history) for work in tuned]
-        for work in tuned:
-            own = copy.deepcopy(work.density)
-            assert own is not None
-            work.network = Plus(own.requires_grad_(True), copy.deepcopy(work.network), work.chosen["mask"])
-        checkpoints.append(_stage(experiment, tuned, versions, tuned=True))
-        for work, (network, history) in zip(tuned, before, strict=True):
-            # All epochs compete; where no later one is better, the network stays as it was before.
-            if _best(history) >= _best(work.history):
-                work.network = network
-            later = [{**record, "epoch": record["epoch"] + len(history)} for record in work.history]
-            work.history = history + later
-    said: dict[int, Remembered] = {}
-    for work in works:
-        if work.density is not None and work.remembered and id(work.density) not in said:
-            said[id(work.density)] = Remembered(work.density, experiment.test)
-    tested = [
-        experiment.test_once(
-            unit(experiment, work.variant, work.seed), "misconv_plus", work.seed, work.network, work.history,
-            work.seconds, len(units), _test_images(experiment, work, said.get(id(work.density))),
-            extra={"variant": work.variant},
-        )
-        for work in works
-    ]  # fmt: skip
-    experiment.cache.keep_together(tested, checkpoints)
+# Training ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Work:
     """One variant with one seed, on its way."""
 
-    variant: str
-    seed: int
-    chosen: dict[str, Any]
+    settings: dict[str, Any]  # of its unit
+    recipe: Recipe
     density: nn.Module | None
     network: nn.Module
     history: list[dict[str, float]] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
-    def remembered(self) -> bool:
+    def variant(self) -> str:
+        """Its name."""
+        return str(self.settings["variant"])
+
+    @property
+    def seed(self) -> int:
+        """Of all that is random."""
+        return int(self.settings["seed"])
+
+    @property
+    def takes_mfa(self) -> bool:
         """Whether the network takes what the density has said, and not images."""
         return not isinstance(self.network, Plus)
 
     def form(self, p: MFA) -> MFA:
         """What the network takes of an MFA."""
-        if self.chosen.get("filled"):
+        if self.recipe.filled:
             return filled(p)
-        return with_mask(p) if self.chosen["mask"] else p
+        return with_mask(p) if self.recipe.mask else p
+
+
+def _train(experiment: Experiment, whole: Recipe | None, units: Sequence[tuple[str, int]]) -> None:
+    works = [_work(experiment, recipe_of(experiment, v, whole), unit(experiment, whole, v, seed)) for v, seed in units]
+    names = ", ".join(dict.fromkeys(work.variant for work in works))
+    what = "MisConv+" if names == "everything" else f"MisConv+ ({names})"
+    experiment.say(f"{experiment.data.title}, {experiment.shape}: training {what}; {len(works)} side by side")
+    versions: dict[int, Versions] = {}
+    checkpoints = [_stage(experiment, works, versions)]
+    tuned = [work for work in works if work.recipe.tuned]
+    if tuned:
+        checkpoints.append(_tune(experiment, tuned, versions))
+    cached: dict[int, CachedMFA] = {}
+    for work in works:
+        if work.density is not None and work.takes_mfa and id(work.density) not in cached:
+            cached[id(work.density)] = CachedMFA(work.density, experiment.test)
+    method, tested = method_named("misconv_plus"), []
+    for work in works:
+        trained = Trained(
+            work.settings, method, work.seed, work.network, work.history, work.seconds, len(works), work.variant
+        )
+        takes = _test_images(experiment, work, cached.get(id(work.density)))
+        tested.append((work.settings, experiment.test_once(trained, *takes)))
+    experiment.keep(tested, checkpoints)
+
+
+def _work(experiment: Experiment, recipe: Recipe, settings: dict[str, Any]) -> _Work:
+    """A network that is given what the density says; or, without one, zeros are filled in before it."""
+    density = _density(experiment, recipe)
+    first = misconv_layer_with_mask if recipe.mask else misconv_layer
+    network = experiment.network(first, experiment.settings.classifier.kind, settings["seed"])
+    return _Work(settings, recipe, density, Plus(None, network, recipe.mask) if density is None else network)
+
+
+def _density(experiment: Experiment, recipe: Recipe) -> nn.Module | None:
+    if recipe.density is None:
+        return None
+    return experiment.density("dmfa") if recipe.density == "paper" else experiment.density("plus", recipe.density)
+
+
+def _tune(experiment: Experiment, works: Sequence[_Work], versions: dict[int, Versions]) -> Path:
+    """Train each network together with a copy of its density; returns where the checkpoint is."""
+    before = [(work.network, work.history) for work in works]
+    for work in works:
+        own = copy.deepcopy(work.density)
+        assert own is not None
+        work.network = Plus(own.requires_grad_(True), copy.deepcopy(work.network), work.recipe.mask)
+    checkpoint = _stage(experiment, works, versions, tuned=True)
+    for work, (network, history) in zip(works, before, strict=True):
+        # All epochs compete; where no later one is better, the network stays as it was before.
+        if _best(history) >= _best(work.history):
+            work.network = network
+        later = [{**record, "epoch": record["epoch"] + len(history)} for record in work.history]
+        work.history = history + later
+    return checkpoint
 
 
 def _stage(
     experiment: Experiment, works: Sequence[_Work], versions: dict[int, Versions], *, tuned: bool = False
 ) -> Path:
-    """Train the networks side by side, or tune them; returns where the checkpoint is, which nobody needs in the end."""
-    rows, held = experiment.split
-    labels = experiment.labels[0]
-    length, rate = ("tuned", "tuned_rate") if tuned else ("epochs", "rate")
-    (epochs,) = {work.chosen[length] for work in works}
-    jobs = []
+    """Train the networks side by side, or tune them; returns where the checkpoint is."""
+    (epochs,) = {work.recipe.tuned if tuned else work.recipe.epochs for work in works}
     for work in works:
-        chosen = work.chosen
-        key = id(work.density) if work.remembered else 0
-        if key not in versions:
-            versions[key] = Versions(experiment.train, work.density if work.remembered else None)
-        augmented = Augmented(
-            versions[key], rows, work.seed, hide=chosen["hide"], shift=chosen["shift"], flip=chosen["flip"],
-            remembered=work.remembered, form=work.form,
-        )  # fmt: skip
-        as_they_are = Augmented(
-            versions[key], held, work.seed, hide=False, shift=0, flip=False, remembered=work.remembered, form=work.form
-        )
-        jobs.append(
-            classifier_job(
-                work.network, augmented, labels[rows], experiment.fabric,
-                validation_inputs=as_they_are, validation_labels=labels[held],
-                batch_size=chosen["batch_size"], seed=work.seed, begin=augmented.begin,
-                learning_rate=falling(chosen[rate], epochs), weight_decay=chosen["weight_decay"],
-                label_smoothing=chosen["label_smoothing"], factors={"density.": chosen["density_rate"]},
-                settings=unit(experiment, work.variant, work.seed) | {"stage": length},
-                name=f"MisConv+ ({work.variant}), seed {work.seed},", count=False,
-            )
-        )  # fmt: skip
+        if _source(work) not in versions:
+            versions[_source(work)] = Versions(experiment.train, work.density if work.takes_mfa else None)
+    jobs = [_job(experiment, work, versions[_source(work)], epochs, tuned) for work in works]
     checkpoint = experiment.cache.running([job.settings for job in jobs])
     histories = train(
         jobs, experiment.fabric, epochs=epochs, checkpoint=checkpoint, progress=experiment.progress,
-        checkpoint_seconds=experiment.pause, title=f"{len(jobs)} × MisConv+", stays=False,
+        checkpoint_seconds=experiment.pause, title=f"{len(jobs)} × MisConv+", transient=True,
     )  # fmt: skip
     for work, job, history in zip(works, jobs, histories, strict=True):
         work.history = history
@@ -253,33 +297,37 @@ def _stage(
     return checkpoint
 
 
-def _density(experiment: Experiment, chosen: dict[str, Any]) -> nn.Module | None:
-    if chosen["density"] is None:
-        return None
-    if chosen["density"] == "paper":
-        return experiment.density("dmfa")
-    experiment.offer("plus", chosen["density"])
-    return experiment.density("plus")
+def _source(work: _Work) -> int:
+    """Networks of one number are given versions of the same: of what their density says, or of images."""
+    return id(work.density) if work.takes_mfa else 0
 
 
-def _network(experiment: Experiment, chosen: dict[str, Any], density: nn.Module | None, seed: int) -> nn.Module:
-    """The classifier alone, which is given what the density says; or, without one, what fills in zeros before it."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        first = first_layer("mask" if chosen["mask"] else "misconv_dmfa", experiment.data.shape[0])
-        classifier = Classifier(first, experiment.data.shape, experiment.data.classes, chosen["classifier"])
-    network = Plus(None, classifier, chosen["mask"]) if density is None else classifier
-    return network.to(experiment.device)
+def _job(experiment: Experiment, work: _Work, versions: Versions, epochs: int, tuned: bool) -> Job:
+    recipe, (rows, held), labels = work.recipe, experiment.split, experiment.labels[0]
+    options: dict[str, Any] = {"cached": work.takes_mfa, "form": work.form}
+    augmented = Augmented(versions, rows, work.seed, hide=recipe.hide, shift=recipe.shift, flip=recipe.flip, **options)
+    as_they_are = Augmented(versions, held, work.seed, hide=False, shift=0, flip=False, **options)
+    rate = recipe.tuned_learning_rate if tuned else recipe.learning_rate
+    return classifier_job(
+        work.network, augmented, labels[rows], experiment.fabric,
+        validation_inputs=as_they_are, validation_labels=labels[held],
+        batch_size=recipe.batch_size, seed=work.seed, begin=augmented.begin,
+        learning_rate=cosine_schedule(rate, epochs), weight_decay=recipe.weight_decay,
+        label_smoothing=recipe.label_smoothing, learning_rate_scale={"density.": recipe.density_learning_rate_scale},
+        settings=work.settings | {"stage": "tuned" if tuned else "epochs"},
+        name=f"MisConv+ ({work.variant}), seed {work.seed},", count=False,
+    )  # fmt: skip
 
 
-def _test_images(experiment: Experiment, work: _Work, said: Remembered | None) -> tuple[Take, Take]:
-    """Incomplete and complete test images as a network takes them; `said` by its density."""
-    if not work.remembered:
-        return experiment.test.at, complete("partial", experiment.whole("test"))
-    assert said is not None
-    kept = said
-    whole = complete("mask" if work.chosen["mask"] else "misconv_dmfa", experiment.whole("test"))
-    return lambda indices: work.form(kept(indices)), whole
+def _test_images(experiment: Experiment, work: _Work, cached: CachedMFA | None) -> tuple[Take, Take]:
+    """Incomplete and complete test images as a network takes them; `cached` is what its density says of them."""
+    whole = experiment.whole("test")
+    if not work.takes_mfa:
+        return experiment.test.at, whole.at
+    assert cached is not None
+    said = cached
+    like = method_named("mask" if work.recipe.mask else "misconv_dmfa")
+    return lambda indices: work.form(said(indices)), like.complete(whole)
 
 
 def _best(history: list[dict[str, float]]) -> float:

@@ -6,23 +6,8 @@ generation and are not here; Table 10 stands beside the measurements in `misconv
 
 from __future__ import annotations
 
-__all__ = ["COMPLETE", "METHODS", "TABLE1", "TABLE2", "TABLE6", "TABLE7", "TABLE8", "TABLE9", "TITLES", "incomplete"]
+__all__ = ["TABLE1", "TABLE2", "TABLE6", "TABLE7", "TABLE8", "TABLE9", "TITLES", "incomplete"]
 
-# All rows in the paper's order; “mean” and “MisConv+” are not in the paper.
-METHODS = {
-    "zero": "zero",
-    "mask": "mask",
-    "mean": "mean",
-    "knn": "k-NN",
-    "partial": "PC",
-    "acflow": "ACFlow",
-    "mfa": "MFA imputation",
-    "misconv_smfa": "MisConv (SMFA)",
-    "misconv_dmfa": "MisConv (DMFA)",
-    "misconv_plus": "MisConv+",
-    "gt": "GT",
-}
-COMPLETE = ("acflow", "gt")  # trained on complete images
 TITLES = {"mnist": "MNIST", "svhn": "SVHN", "cifar10": "CIFAR-10"}
 
 # Section 4, "Classification accuracy when training and testing on incomplete images": data set, method.

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from misconv.paper.printed import METHODS, TITLES
+from misconv.paper.methods import BASELINES, BY_NAME, OURS
+from misconv.paper.printed import TITLES
 
 __all__ = [
-    "BASELINES",
-    "OURS",
     "Margin",
     "Record",
     "Scores",
@@ -29,9 +28,6 @@ __all__ = [
 
 Record = dict[str, Any]
 Scores = dict[Any, float]  # by seed
-
-BASELINES = ("zero", "mask", "mean", "knn", "partial", "mfa")
-OURS = ("misconv_dmfa", "misconv_plus")
 
 
 def of(records: Iterable[Record], **wanted: Any) -> list[Record]:
@@ -97,7 +93,7 @@ class Margin:
         return f"{self.points:+.2f}".replace("-", "−")
 
     def __str__(self) -> str:
-        method, baseline = METHODS.get(self.method, self.method), METHODS.get(self.baseline, self.baseline)
+        method, baseline = (BY_NAME[name].title if name in BY_NAME else name for name in (self.method, self.baseline))
         over = f" over {self.seeds} seeds" if self.p is not None else ""
         return f"{method} against {baseline}: {self.difference} points ({self.chance}{over})"
 
@@ -106,12 +102,13 @@ def margins(
     records: Sequence[Record], dataset: str, shape: str = "square", key: str = "accuracy_incomplete"
 ) -> list[Margin]:
     """MisConv (DMFA) and MisConv+ against the baseline with the best mean; empty where one side has no records."""
-    found = {m: of_method(records, dataset, shape, m, key) for m in (*BASELINES, *OURS)}
-    known = [m for m in BASELINES if found[m]]
+    baselines, ours = ([method.name for method in each] for each in (BASELINES, OURS))
+    found = {m: of_method(records, dataset, shape, m, key) for m in (*baselines, *ours)}
+    known = [m for m in baselines if found[m]]
     if not known:
         return []
     best = max(known, key=lambda m: fmean(found[m].values()))
-    return [margin(m, found[m], best, found[best]) for m in OURS if found[m]]
+    return [margin(m, found[m], best, found[best]) for m in ours if found[m]]
 
 
 def margin(method: str, ours: Scores, baseline: str, others: Scores) -> Margin:

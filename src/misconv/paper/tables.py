@@ -11,8 +11,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 from misconv.paper import printed
-from misconv.paper.printed import COMPLETE, METHODS, TITLES
-from misconv.paper.scores import OURS, Record, Scores, margin, margins, of, of_method, scores, title_of
+from misconv.paper.methods import METHODS, OURS
+from misconv.paper.printed import TITLES
+from misconv.paper.scores import Record, Scores, margin, margins, of, of_method, scores, title_of
 
 __all__ = ["EVERYTHING", "NUMBERS", "PAPER", "Table", "ablation", "make"]
 
@@ -165,20 +166,20 @@ def _methods(
     number: int, title: str, records: Sequence[Record], groups: Sequence[_Group], key: str, told: Sequence[str]
 ) -> Table:
     """Methods by data sets or shapes, and below how far ours are ahead."""
-    rows = {method: [f"{name} *" if method in COMPLETE else name] for method, name in METHODS.items()}
+    rows = {method.name: [method.starred] for method in METHODS}
+    apart = [method.name for method in METHODS if method.sees_complete]
     ahead, counts = [], []
     for g in groups:
-        found = {m: of_method(records, g.dataset, g.shape, m, key) for m in METHODS}
+        found = {m: of_method(records, g.dataset, g.shape, m, key) for m in rows}
         counts.append((g.title, _count(found)))
-        for method, cell in _cells(found, apart=COMPLETE).items():
+        for method, cell in _cells(found, apart=apart).items():
             follows = method == "acflow" and cell == NOTHING
             rows[method] += [_number(g.printed.get(method)), "to follow" if follows else cell]
         ahead += [f"{g.title}, {each}." for each in margins(records, g.dataset, g.shape, key)]
         if number == 1 and g.dataset == "cifar10" and found["gt"]:
             bound = fmean(found["gt"].values())
-            ahead += [
-                f"{g.title}, {METHODS[m]}: {fmean(found[m].values()) / bound:.3f} × GT." for m in OURS if found[m]
-            ]
+            ours = [(m.title, found[m.name]) for m in OURS if found[m.name]]
+            ahead += [f"{g.title}, {name}: {fmean(s.values()) / bound:.3f} × GT." for name, s in ours]
     if not of(records, method="misconv_plus"):  # nobody asked for it, and the paper does not have it
         del rows["misconv_plus"]
     notes = [f"{_over(counts)}. * trained on complete images, GT also tested on them.", *told]
