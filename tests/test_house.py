@@ -154,6 +154,24 @@ def test_public_names_are_listed_and_exist() -> None:
             assert getattr(module, name).__doc__
 
 
+def test_importing_the_package_imports_nothing_else_until_it_is_used() -> None:
+    code = """
+import sys, misconv
+assert not {"torch", "numpy"} & set(sys.modules)
+assert set(misconv.__all__) <= set(dir(misconv))
+assert "torch" not in sys.modules
+from misconv.convert import Converted, convert  # a module and a function of one name: the name is the function's
+assert misconv.convert is convert
+from misconv import MFA, data
+assert misconv.MFA is MFA is misconv.mfa.MFA and misconv.data is data and misconv.functional.expected_conv2d
+try: misconv.nonsense
+except AttributeError as error: assert str(error) == "module 'misconv' has no attribute 'nonsense'"
+else: raise AssertionError
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
 def test_the_package_says_it_is_typed() -> None:
     assert (SOURCE / "py.typed").exists()
 
