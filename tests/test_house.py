@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "predict": {"torch", "_checks", "mfa"},
     "_transforms": {"torch", "torchvision"},
     "transforms": {"torch", "numpy", "torchvision", "_checks", "_transforms"},
-    "_store": {"torch", "safetensors", "_checks", "_version"},
+    "_store": {"torch", "safetensors", "torchvision", "timm", "_checks", "_convert", "_version"},
     "store": {"torch", "_checks", "_store"},
     "_train": {
         "torch", "numpy", "lightning_fabric", "lightning_utilities", "rich", "_checks", "_store", "mfa", "missing", "store"
