@@ -50,7 +50,8 @@ MAY_IMPORT = {
         "data", "density", "impute", "layers", "mfa", "missing", "store", "training",
     },
     "demo": {
-        "torch", "_version", "_store", "_train", "data", "density", "impute", "layers", "mfa", "missing", "paper", "store", "training"
+        "torch", "jinja2", "markupsafe", "_version", "_store", "_train", "data", "density", "impute", "layers", "mfa", "missing",
+        "paper", "store", "training",
     },
     "cli": {"torch", "typer", "rich", "_version", "bench", "demo", "paper"},
     "__init__": {
