@@ -274,6 +274,17 @@ def test_overwrite_is_for_reports_alone(tmp_path: Path) -> None:
     assert (tmp_path / "notes.html").read_text() == "<p>my page</p>"
 
 
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["table", "--help"], ["demo", "--seeds", "0"]])
+def test_help_and_refusals_import_no_torch(words: list[str]) -> None:
+    """Torch takes seconds to import."""
+    code = (
+        f"import sys; sys.argv = ['misconv', *{words!r}]\nfrom misconv.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\nprint({'torch', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
 def test_version_and_help() -> None:
     assert call("--version").stdout == f"misconv {misconv.__version__}\n"
     assert "demo" in call("--help").stdout

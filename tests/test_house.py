@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "predict": {"torch", "_checks", "mfa"},
     "_transforms": {"torch", "torchvision"},
     "transforms": {"torch", "numpy", "torchvision", "_checks", "_transforms"},
-    "_store": {"torch", "safetensors", "_checks", "_version"},
+    "_store": {"torch", "safetensors", "torchvision", "timm", "_checks", "_convert", "_version"},
     "store": {"torch", "_checks", "_store"},
     "_train": {
         "torch", "numpy", "lightning_fabric", "lightning_utilities", "rich", "_checks", "_store", "mfa", "missing", "store"
@@ -51,7 +51,8 @@ MAY_IMPORT = {
         "data", "density", "impute", "layers", "mfa", "missing", "store", "training",
     },
     "demo": {
-        "torch", "_version", "_store", "_train", "data", "density", "impute", "layers", "mfa", "missing", "paper", "store", "training"
+        "torch", "jinja2", "markupsafe", "_version", "_store", "_train", "data", "density", "impute", "layers", "mfa", "missing",
+        "paper", "store", "training",
     },
     "cli": {"torch", "typer", "rich", "_version", "bench", "demo", "paper"},
     "__init__": {
@@ -168,6 +169,24 @@ def test_public_names_are_listed_and_exist() -> None:
         for name in module.__all__:
             assert hasattr(module, name)
             assert getattr(module, name).__doc__
+
+
+def test_importing_the_package_imports_nothing_else_until_it_is_used() -> None:
+    code = """
+import sys, misconv
+assert not {"torch", "numpy"} & set(sys.modules)
+assert set(misconv.__all__) <= set(dir(misconv))
+assert "torch" not in sys.modules
+from misconv.convert import Converted, convert  # a module and a function of one name: the name is the function's
+assert misconv.convert is convert
+from misconv import MFA, data
+assert misconv.MFA is MFA is misconv.mfa.MFA and misconv.data is data and misconv.functional.expected_conv2d
+try: misconv.nonsense
+except AttributeError as error: assert str(error) == "module 'misconv' has no attribute 'nonsense'"
+else: raise AssertionError
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_the_package_says_it_is_typed() -> None:

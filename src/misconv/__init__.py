@@ -7,19 +7,22 @@
 torch.Size([50, 16, 8, 8])
 """
 
+import sys
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from misconv import functional, impute, missing
-from misconv._backend import plain
 from misconv._version import __version__
-from misconv.convert import convert
-from misconv.density import SMFA, ConvDMFA, LinearDMFA
-from misconv.layers import MisConv2d, PartialConv2d
-from misconv.mfa import MFA
-from misconv.missing import observe
-from misconv.predict import predictive
 
 if TYPE_CHECKING:
+    from misconv import functional, impute, missing
+    from misconv._backend import plain
+    from misconv.convert import convert
+    from misconv.density import SMFA, ConvDMFA, LinearDMFA
+    from misconv.layers import MisConv2d, PartialConv2d
+    from misconv.mfa import MFA
+    from misconv.missing import observe
+    from misconv.predict import predictive
     from misconv.store import load, save
     from misconv.training import fit_density
 
@@ -43,13 +46,48 @@ __all__ = [
     "save",
 ]
 
-# The core imports with torch and numpy alone; what needs more is imported when it is asked for.
-_LAZY = {"fit_density": "training", "load": "store", "save": "store"}
+# Everything is imported when it is first used (PEP 562): `misconv --help` then needs no torch, and the core no extra.
+_MODULE_OF = {
+    "MFA": "mfa",
+    "SMFA": "density",
+    "ConvDMFA": "density",
+    "LinearDMFA": "density",
+    "MisConv2d": "layers",
+    "PartialConv2d": "layers",
+    "convert": "convert",
+    "fit_density": "training",
+    "load": "store",
+    "observe": "missing",
+    "plain": "_backend",
+    "predictive": "predict",
+    "save": "store",
+}
+_SUBMODULES = {
+    "data", "density", "functional", "impute", "layers", "mfa", "missing", "predict", "store", "training", "transforms"
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        from importlib import import_module
-
-        return getattr(import_module(f"misconv.{_LAZY[name]}"), name)
+    if name in _MODULE_OF:
+        value = getattr(import_module(f"misconv.{_MODULE_OF[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in _SUBMODULES:
+        return import_module(f"misconv.{name}")
     raise AttributeError(f"module 'misconv' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES})
+
+
+class _Package(ModuleType):
+    """Python binds a submodule to its package when it is imported; the name `convert` belongs to the function."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "convert" and isinstance(value, ModuleType):
+            value = value.convert
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,7 +1,7 @@
 """Models in one file: safetensors for the numbers, JSON for what they belong to; never a pickle.
 
-Nothing in a file is executed. It names classes, and those are looked up in a list of layers of `torch.nn` and of this
-package. A file appears under its name whole or not at all, and a checksum covers every bit of it.
+Nothing in a file is executed. It names layers of `torch.nn`, classes of this package, and networks of torchvision and
+timm, which are looked up in lists. A file appears under its name whole or not at all, and a checksum covers all of it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ __all__ = ["load", "read", "save", "write", "write_bytes"]
 def save(model: nn.Module, path: AnyPath) -> None:
     """Save a model: its tensors, how to build it again, what is frozen and what is in evaluation mode.
 
-    Layers of `torch.nn` and of this package are described in the file as long as they are what their arguments make:
-    one with hooks, another `forward` or other attributes is not. A model with such a layer, or with other classes in
-    it, is saved too, but to load it you must build it yourself: ``load(path, into=model)``. Hooks, gradients, buffers
-    that are not persistent and what learning needs to go on (that is what checkpoints are for) are not saved. An
-    existing file is replaced at the last moment, or stays as it was if anything fails.
+    Layers of `torch.nn`, everything of this package (converted networks too) and the networks of torchvision and timm
+    are described in the file, by their arguments or their names, as long as they are what these build: one with hooks,
+    another `forward` or other attributes is not. A model with such a part, or with other classes in it, is saved too,
+    but to load it you must build it yourself: ``load(path, into=model)``. Hooks, gradients, buffers that are not
+    persistent and what training needs to continue (that is what checkpoints are for) are not saved. An existing file is
+    replaced at the last moment, or stays as it was if anything fails.
 
     Example:
         >>> import tempfile

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torchvision
 from torch import Tensor, nn
 
 import misconv
@@ -35,6 +36,10 @@ def originals() -> dict[str, tuple[bytes, Any]]:
         "SMFA": misconv.SMFA(2, 1).fit(x, observed, iterations=2),
         "ConvDMFA": misconv.ConvDMFA(1, rank=1, widths=(4,), depths=(1,)),
         "KNN": impute.KNN(2).fit(x, observed),
+        "converted": misconv.convert(
+            nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten()), misconv.SMFA(2, 1, (1, 8, 8))
+        ),
+        "registry": torchvision.models.squeezenet1_1(num_classes=2).eval(),
         "many": nn.Sequential(nn.LSTM(2, 3), nn.ModuleDict({"a": nn.PReLU(), "b": nn.Embedding(3, 2)})),
     }
     files = {}

@@ -7,63 +7,55 @@ first, and is stopped as soon as it asks for more parameters or numbers than the
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
+import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-__all__ = ["CONTAINERS", "DEEPEST", "FUNCTIONS", "Builder", "class_name", "constructor"]
+from misconv._store.registries import build_network
 
-# The classes of this package that a file may name, and the modules they live in.
-_OURS = {
-    "ConvDMFA": "density",
-    "KNN": "impute",
-    "LinearDMFA": "density",
-    "Mean": "impute",
-    "MisConv2d": "layers",
-    "PartialConv2d": "layers",
-    "SMFA": "density",
-}
-# The layers of torch that a file may name: each makes a handful of tensors, whatever its arguments. Recurrent layers
-# and transformers make as many as one number says.
-_LAYERS = {
-    "AdaptiveAvgPool1d", "AdaptiveAvgPool2d", "AdaptiveAvgPool3d", "AdaptiveMaxPool1d", "AdaptiveMaxPool2d",
-    "AdaptiveMaxPool3d", "AlphaDropout", "AvgPool1d", "AvgPool2d", "AvgPool3d", "BatchNorm1d", "BatchNorm2d",
-    "BatchNorm3d", "Bilinear", "CELU", "ChannelShuffle", "CircularPad1d", "CircularPad2d", "CircularPad3d",
-    "ConstantPad1d", "ConstantPad2d", "ConstantPad3d", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d",
-    "ConvTranspose2d", "ConvTranspose3d", "CosineSimilarity", "CrossMapLRN2d", "Dropout", "Dropout1d", "Dropout2d",
-    "Dropout3d", "ELU", "Embedding", "EmbeddingBag", "FeatureAlphaDropout", "Flatten", "Fold", "GELU", "GLU",
-    "GroupNorm", "Hardshrink", "Hardsigmoid", "Hardswish", "Hardtanh", "Identity", "InstanceNorm1d",
-    "InstanceNorm2d", "InstanceNorm3d", "LPPool1d", "LPPool2d", "LPPool3d", "LayerNorm", "LeakyReLU", "Linear",
-    "LocalResponseNorm", "LogSigmoid", "LogSoftmax", "MaxPool1d", "MaxPool2d", "MaxPool3d", "MaxUnpool1d",
-    "MaxUnpool2d", "MaxUnpool3d", "Mish", "ModuleDict", "ModuleList", "PReLU", "PairwiseDistance", "PixelShuffle",
-    "PixelUnshuffle", "RMSNorm", "RReLU", "ReLU", "ReLU6", "ReflectionPad1d", "ReflectionPad2d", "ReflectionPad3d",
-    "ReplicationPad1d", "ReplicationPad2d", "ReplicationPad3d", "SELU", "Sequential", "SiLU", "Sigmoid", "Softmax",
-    "Softmax2d", "Softmin", "Softplus", "Softshrink", "Softsign", "SyncBatchNorm", "Tanh", "Tanhshrink",
-    "Threshold", "Unflatten", "Unfold", "Upsample", "UpsamplingBilinear2d", "UpsamplingNearest2d", "ZeroPad1d",
-    "ZeroPad2d", "ZeroPad3d",
-}  # fmt: skip
+__all__ = ["CONTAINERS", "CONVERTED", "DEEPEST", "FUNCTIONS", "Builder", "class_name", "constructor"]
+
+# A file may name the public modules of these files of ours.
+_OUR_MODULES = ("convert", "density", "impute", "layers")
+# And the layers that are defined in these files of torch.nn.modules: each makes a handful of tensors, whatever its
+# arguments. Recurrent layers and transformers, in other files, make as many as one number says.
+_TORCH_MODULES = (
+    "activation", "batchnorm", "channelshuffle", "conv", "distance", "dropout", "flatten", "fold", "instancenorm",
+    "linear", "normalization", "padding", "pixelshuffle", "pooling", "sparse", "upsampling",
+)  # fmt: skip
 # The functions of torch that a file may name: pointwise ones, harmless to call.
 FUNCTIONS = ("abs", "arctan", "asinh", "atan", "cos", "erf", "exp", "expm1", "sin", "sinc", "sinh", "square")
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+CONVERTED = "misconv.Converted"
 DEEPEST = 50
+T = TypeVar("T")
 _CONSTRUCTORS: dict[type, dict[str, inspect.Parameter]] = {}
 
 
 def class_name(kind: type) -> str | None:
     """The name under which a file may name this class, if any."""
-    ours = _OURS.get(kind.__name__)
-    if ours and kind.__module__ == f"misconv.{ours}":
+    package, _, file = kind.__module__.rpartition(".")
+    if package == "misconv" and file in _OUR_MODULES and kind.__name__ in sys.modules[kind.__module__].__all__:
         return f"misconv.{kind.__name__}"
-    if kind.__name__ in _LAYERS and getattr(nn, kind.__name__, None) is kind:
+    if kind in CONTAINERS or (_is_layer(kind) and getattr(nn, kind.__name__, None) is kind):
         return f"torch.nn.{kind.__name__}"
     return None
+
+
+def _is_layer(kind: type) -> bool:
+    package, _, file = kind.__module__.rpartition(".")
+    is_unfit = issubclass(kind, LazyModuleMixin | nn.MultiheadAttention)
+    return package == "torch.nn.modules" and file in _TORCH_MODULES and not is_unfit
 
 
 def constructor(kind: type) -> dict[str, inspect.Parameter]:
@@ -85,13 +77,15 @@ def constructor(kind: type) -> dict[str, inspect.Parameter]:
 
 
 class Builder:
-    """Builds described modules of at most so many numbers and parameters (None: any), whatever the description says.
+    """Builds described modules of at most N numbers and M parameters (None: any), whatever the description says.
 
-    `meta` builds the outermost layer without memory.
+    `tensors` are those that networks of registries may consist of. `meta` builds the outermost layer without memory.
     """
 
-    def __init__(self, numbers: int | None, parameters: int | None, *, meta: bool = False) -> None:
-        self.numbers, self.parameters, self.meta = numbers, parameters, meta
+    def __init__(
+        self, numbers: int | None, parameters: int | None, tensors: Sequence[Tensor] = (), *, meta: bool = False
+    ) -> None:
+        self.numbers, self.parameters, self.tensors, self.meta = numbers, parameters, tensors, meta
 
     def build(self, description: Any) -> nn.Module:
         """The module; a ValueError says what is wrong with the description."""
@@ -102,6 +96,8 @@ class Builder:
     def _build(self, description: Any, depth: int) -> nn.Module:
         if depth > DEEPEST:
             raise ValueError("its description is broken, it is nested too deeply")
+        if isinstance(description, dict) and "registry" in description:
+            return self._build_network(description)
         if not isinstance(description, dict) or not isinstance(description.get("class"), str):
             raise ValueError(f"its description is broken, a module must have a class, got {type(description).__name__}")
         kind = _find_class(description["class"])
@@ -113,12 +109,19 @@ class Builder:
             raise ValueError(f"its description is broken, {description['class']} must have arguments")
         return self._build_layer(kind, arguments, depth)
 
+    def _build_network(self, description: dict[str, Any]) -> nn.Module:
+        network = build_network(description, self.tensors, self.numbers or 0)
+        self.numbers = (self.numbers or 0) - sum(t.numel() for t in network.state_dict().values())
+        return network
+
     def _build_layer(self, kind: type[nn.Module], arguments: dict[str, Any], depth: int) -> nn.Module:
         allowed = constructor(kind).keys()
         foreign = [name for name in arguments if name not in allowed - {"device", "dtype"}]
         if foreign:
             raise ValueError(f"its description is broken, {kind.__name__} has no argument {ascii(foreign[0])[:100]}")
         values = {name: self._decode(value, depth + 1) for name, value in arguments.items()}
+        if class_name(kind) == CONVERTED:
+            return _construct_converted(kind, values)
         self._check_trial(kind, values)
         if self.meta and depth == 0:
             return _without_memory(kind, values, "device" in allowed)
@@ -157,6 +160,8 @@ class Builder:
             return self._build(value["module"], depth + 1)
         if value.keys() == {"function"} and value["function"] in FUNCTIONS:
             return getattr(torch, value["function"])
+        if value.keys() == {"stem"} and isinstance(value["stem"], dict):
+            return _decode_stem({name: self._decode(v, depth + 1) for name, v in value["stem"].items()})
         raise ValueError("its description is broken, an object is no argument of a layer")
 
 
@@ -168,10 +173,11 @@ def _find_class(name: str) -> type[nn.Module]:
     """The class of an allowed name; nothing else is ever imported or called."""
     space, _, short = name.rpartition(".")
     kind: Any = None
-    if space == "misconv" and short in _OURS:
-        with contextlib.suppress(ImportError):
-            kind = getattr(import_module(f"misconv.{_OURS[short]}"), short, None)
-    elif space == "torch.nn" and short in _LAYERS:
+    if space == "misconv":
+        for file in _OUR_MODULES:
+            module = import_module(f"misconv.{file}")
+            kind = getattr(module, short) if short in module.__all__ else kind
+    elif space == "torch.nn" and short.isidentifier() and not short.startswith("_"):
         kind = getattr(nn, short, None)
     if not isinstance(kind, type) or not issubclass(kind, nn.Module) or class_name(kind) != name:
         raise ValueError(
@@ -179,6 +185,38 @@ def _find_class(name: str) -> type[nn.Module]:
             "this misconv"
         )
     return kind
+
+
+def _decode_stem(fields: dict[str, Any]) -> Any:
+    """The stem of a converted network: names and numbers, which are looked up when the network runs."""
+    from misconv._convert import Stem
+
+    if not fields.keys() <= {field.name for field in dataclasses.fields(Stem)}:
+        raise ValueError("its description is broken, a stem has no such part")
+    if not all(value is None or isinstance(value, bool | int | str | tuple) for value in fields.values()):
+        raise ValueError("its description is broken, a stem consists of names and numbers")
+    return _construct(Stem, **fields)
+
+
+def _construct_converted(kind: type[nn.Module], values: dict[str, Any]) -> nn.Module:
+    """A converted network as `misconv.convert` returns it; the network is not run."""
+    from misconv._convert import Stem, mark
+
+    network, stem = values.get("network"), values.get("stem")
+    modules = dict(network.named_modules()) if isinstance(network, nn.Module) else {}
+    parts = [values.get("density"), values.get("activation")]
+    if (
+        not isinstance(stem, Stem)
+        or not isinstance(modules.get(stem.convolution), nn.Conv2d)
+        or not all(isinstance(part, nn.Module | None) for part in parts)
+    ):
+        raise ValueError("its description is broken, the stem is not in the network")
+    converted = _construct(kind, **values)
+    if stem.named:
+        if stem.activation is None or stem.activation not in modules:
+            raise ValueError("its description is broken, the activation is not in the network")
+        mark(modules[stem.activation])
+    return converted
 
 
 def _too_much(what: str) -> ValueError:
@@ -213,11 +251,13 @@ def _without_memory(kind: type[nn.Module], values: dict[str, Any], takes_device:
         return _construct(kind, **values)
 
 
-def _construct(kind: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+def _construct(kind: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     try:
         return kind(*args, **kwargs)
     except Exception as error:  # whatever a layer makes of wrong arguments
         reason = (str(error).splitlines() or [""])[0][:200]
         if reason.startswith("its description is broken"):
             raise
-        raise ValueError(f"its description is broken, {kind.__name__} refuses its arguments: {reason}") from error
+        raise ValueError(
+            f"its description is broken, {getattr(kind, '__name__', '')} refuses its arguments: {reason}"
+        ) from error

@@ -1,19 +1,27 @@
 """Modules described in JSON, in words that build the same module again.
 
-A description is {"class": name, "arguments": {…}}, or "children" instead of "arguments" for a container, or null
-arguments and a reason for what cannot be built from a file. An argument is a JSON value, {"module": description} or
-{"function": name}.
+A description is one of
+
+- {"class": name, "arguments": {…}} for a layer of torch.nn or a class of this package,
+- {"class": name, "children": {…}} for a container,
+- {"registry": "torchvision" or "timm", "name": name, "arguments": {…}} for one of their networks,
+- {"class": name, "arguments": null, "reason": text} for what cannot be built from a file.
+
+An argument is a JSON value, {"module": description}, {"function": name} or {"stem": {…}}.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from misconv._checks import describe
-from misconv._store.builder import CONTAINERS, DEEPEST, FUNCTIONS, Builder, class_name, constructor
+from misconv._store.builder import CONTAINERS, CONVERTED, DEEPEST, FUNCTIONS, Builder, class_name, constructor
+from misconv._store.compare import attribute_difference, difference
+from misconv._store.registries import describe_network
 
 __all__ = ["describe_model", "rebuild"]
 
@@ -36,17 +44,24 @@ def describe_module(module: nn.Module, depth: int = 0) -> Description:
     """How to build a module like this one again; better no description than a wrong one."""
     name = class_name(type(module))
     if name is None:
-        return _opaque_description(_full_name(type(module)))
+        package = type(module).__module__.split(".")[0]
+        known = package in ("torchvision", "timm")
+        reason = f"it is not in the list of {package}'s models, or was changed after it was built" if known else None
+        return describe_network(module) or _opaque_description(_full_name(type(module)), reason)
     if depth > DEEPEST:
         return _opaque_description(name, f"it is nested more than {DEEPEST} deep")
     if type(module) in CONTAINERS:
         return _describe_container(module, name, depth)
     try:
-        arguments = {key: _encode(value, depth) for key, value in _arguments(module).items()}
+        values = _arguments(module)
+        arguments = {key: _encode(value, depth) for key, value in values.items()}
     except (AttributeError, TypeError):
         return _opaque_description(name, "it does not keep the arguments it was made of")
     description = {"class": name, "arguments": arguments}
-    reason = None if _opaque(description) else _difference(description, module)
+    if name == CONVERTED:  # its parts have been compared when they were described
+        reason = attribute_difference(type(module)(**values), module)
+    else:
+        reason = None if _opaque(description) else _difference(description, module)
     return description if reason is None else _opaque_description(name, reason)
 
 
@@ -64,7 +79,7 @@ def rebuild(description: Any, tensors: dict[str, Tensor]) -> nn.Module:
     # A tensor may be shared by many layers, each of which is built before it is shared; but not by any number.
     held = sum(t.numel() for t in {id(t): t for t in tensors.values()}.values())
     named = sum(t.numel() for t in tensors.values())
-    return Builder(min(named, 64 * held + 2**20), len(tensors) + 1000).build(description)
+    return Builder(min(named, 64 * held + 2**20), len(tensors) + 1000, list(tensors.values())).build(description)
 
 
 def _opaque_description(name: str, reason: str | None = None) -> Description:
@@ -79,7 +94,7 @@ def _full_name(thing: Any) -> str:
 
 
 def _describe_container(module: nn.Module, name: str, depth: int) -> Description:
-    reason = _changed(type(module)(), module)
+    reason = attribute_difference(type(module)(), module)
     if module._parameters or module._buffers:
         reason = "it holds tensors of its own"
     if None in module._modules.values():
@@ -114,6 +129,8 @@ def _encode(value: Any, depth: int) -> Any:
         return [_encode(v, depth) for v in value]
     if isinstance(value, nn.Module):
         return {"module": describe_module(value, depth + 1)}
+    if dataclasses.is_dataclass(value):  # a stem
+        return {"stem": {field.name: _encode(getattr(value, field.name), depth) for field in dataclasses.fields(value)}}
     for name in FUNCTIONS:
         if value is getattr(torch, name):
             return {"function": name}
@@ -150,11 +167,8 @@ def _opaque(value: Any, depth: int = 0) -> list[str]:
 def _count(value: Any) -> int:
     """How many modules are described; what is nested too deeply has been refused."""
     if isinstance(value, dict):
-        return ("class" in value) + sum(_count(part) for part in value.values())
+        return ("class" in value or "registry" in value) + sum(_count(part) for part in value.values())
     return sum(_count(part) for part in value) if isinstance(value, list) else 0
-
-
-# Whether a description is true ---------------------------------------------------------------------------------------
 
 
 def _difference(description: Description, module: nn.Module) -> str | None:
@@ -165,45 +179,4 @@ def _difference(description: Description, module: nn.Module) -> str | None:
         built = Builder(None, None, meta=not real).build(description)
     except ValueError:
         return "the arguments it keeps are not those it was made of"
-    mine, theirs = (dict(part.named_modules(remove_duplicate=False)) for part in (module, built))
-    if [(name, type(part)) for name, part in mine.items()] != [(name, type(part)) for name, part in theirs.items()]:
-        return "modules in it were changed after it was made"
-    for name, part in mine.items():
-        reason = _changed(theirs[name], part)
-        if reason is not None:
-            return reason
-    ours, state = built.state_dict(), module.state_dict()
-    fits = ours.keys() == state.keys() and all(t.shape == state[n].shape or not t.numel() for n, t in ours.items())
-    if not fits or repr(built) != repr(module):
-        return "the arguments it keeps are not those it was made of"
-    return None
-
-
-def _changed(built: nn.Module, module: nn.Module) -> str | None:
-    """What was done to a module after it was made, besides to its parameters, buffers and children."""
-    old, new = vars(built), vars(module)
-    for name, value in new.items():
-        if "_hooks" in name and len(value) != len(old.get(name, ())):
-            return "it has hooks"
-    for name in old.keys() ^ new.keys():
-        if not name.startswith("_"):  # what is private is a note of torch, or of ours while it learns
-            return f"its attribute {name[:50]!r} was {'set' if name in new else 'removed'} after it was made"
-    if not callable(getattr(module, "config", None)):  # those know their settings themselves
-        for name in (old.keys() & new.keys()) - _APART:
-            if "_hooks" not in name and not _equal(old[name], new[name]):
-                return f"its attribute {name[:50]!r} was changed after it was made"
-    for name in built._non_persistent_buffers_set | module._non_persistent_buffers_set:
-        if not _equal(built._buffers.get(name), module._buffers.get(name)):
-            return f"its buffer {name[:50]!r} is not persistent and was changed after it was made"
-    return None
-
-
-def _equal(first: Any, second: Any) -> bool:
-    if isinstance(first, Tensor) or isinstance(second, Tensor):
-        both = isinstance(first, Tensor) and isinstance(second, Tensor)
-        return both and not first.is_meta and torch.equal(first.cpu(), second.detach().cpu())
-    first, second = (tuple(v) if isinstance(v, list) else v for v in (first, second))
-    try:
-        return bool(first == second) or (first != first and second != second)  # NaN is itself here
-    except Exception:  # whatever an object of the user does when it is compared
-        return False
+    return difference(built, module)

@@ -1,15 +1,13 @@
 """How fast the layer is, against the convolution and ReLU it replaces: `misconv bench`.
 
-Checks first that the fast path computes what the plain one does, then times everything side by side in one run. Needs
-torch alone; where the command line is not installed, ``python -m misconv.bench.command`` takes the same options.
+Checks first that the fast path computes what the plain one does, then times everything side by side in one run. These
+functions need torch alone; the command line is `misconv.cli`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +24,7 @@ from misconv.bench.layer import Contender, Kind, Layer, Setting, likelihood
 from misconv.bench.warm_up import Job, checks, compile_ahead
 from misconv.store import write_bytes
 
-__all__ = ["KINDS", "SECTIONS", "WrongResultError", "choose", "keeper", "main", "run", "summary", "write"]
+__all__ = ["KINDS", "SECTIONS", "WrongResultError", "choose", "keeper", "run", "summary", "write"]
 
 # Przewięźlikowski et al., "MisConv: Convolutional Neural Networks for Missing Data", WACV 2022, Table 10: seconds of a
 # forward pass through a classical layer and through MisConv (L = 4), mean ± standard deviation of 5000 passes, on a
@@ -326,34 +324,6 @@ PAIRS = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """`python -m misconv.bench.command`, for machines without the command line's packages."""
-    parser = argparse.ArgumentParser(prog="python -m misconv.bench.command", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--device", help="cuda or cpu; cuda where there is one")
-    parser.add_argument("--out", type=Path, help="file for the numbers, as JSON")
-    parser.add_argument("--quick", action="store_true", help="tiny settings, to see that everything runs")
-    parser.add_argument("--only", action="append", default=[], metavar="SECTION", help=", ".join(SECTIONS))
-    parser.add_argument("--seed", type=int, help="of the random inputs; new ones for every run if it is left out")
-    options = parser.parse_args(arguments)
-    try:
-        device, sections = choose(options.device, options.only, options.out)
-    except ValueError as error:
-        parser.error(str(error))
-    try:
-        record = run(
-            device,
-            sections,
-            quick=options.quick,
-            seed=options.seed,
-            say=lambda s: print(s, flush=True),
-            keep=keeper(options.out),
-        )
-    except WrongResultError as error:
-        sys.exit(f"nothing was timed, the fast path is wrong: {error}")
-    if options.out is not None:
-        write(record, options.out)
-
-
 # Inside ------------------------------------------------------------------------------------------------------------
 
 
@@ -412,7 +382,3 @@ def _circumstances(device: torch.device) -> dict[str, Any]:
 def _load() -> float | None:
     """How busy the machine has been for a minute; Windows does not say."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,8 @@
 """The report of the demo: one HTML file that needs nothing else, and its numbers as JSON.
 
-Pictures are small PNG files inside the page, charts are SVG, and all words are text: they stay sharp, follow the
-reader's light or dark mode, and fit a phone.
+The page is the template `report.html.jinja`, and this file computes what it shows. Pictures are small PNG files inside
+the page, charts are SVG, and all words are text: they stay sharp, follow the reader's light or dark mode, and fit a
+phone.
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ from __future__ import annotations
 import json
 import math
 import platform
-from html import escape
+import re
 from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jinja2 import Environment, StrictUndefined, Template
+from markupsafe import Markup, escape
 
 from misconv._store import check_new_or_ours, commit, read_json, try_place
 from misconv._version import __version__
 from misconv.demo.experiment import SETTINGS, Demo, Density, Method
-from misconv.paper.pictures import DIFFERENCE, INK, RESPONSE, UNSURE, bar, grid, image
+from misconv.paper.pictures import DIFFERENCE, INK, RESPONSE, UNSURE, paint
 from misconv.store import write_bytes
 
 __all__ = ["check_folder", "verdict", "write_demo"]
@@ -164,109 +167,70 @@ def _spread(method: Method) -> str:
     return f"{100 * method.mean:.1f}" + (f" ± {100 * method.deviation:.1f}" if len(method.accuracy) > 1 else "")
 
 
-# Sections ----------------------------------------------------------------------------------------------------------
+# What the template shows ---------------------------------------------------------------------------------------------
 
 
-def _missing(demo: Demo) -> str:
-    share = _percent(demo.settings["fraction"]).replace(".0", "")
-    cells = []
+def _picture(alt: str, *args: Any, **options: Any) -> dict[str, str]:
+    return {"alt": alt, "source": paint(*args, **options)}
+
+
+def _digits(demo: Demo) -> list[dict[str, Any]]:
+    found = []
     for i, label in enumerate(demo.labels.tolist()):
         seen, hidden = demo.truth[i, 0], ~demo.observed[i, 0]
-        pictures = image(f"A handwritten {label} with a square missing", seen, INK, 0, 1, hidden, gone=True)
-        pictures += image(f"The same {label}, complete", seen, INK, 0, 1)
-        cells.append(f"<div>{pictures}<b>{label}</b></div>")
-    return (
-        f"<p>These are test digits. A square of {share} of the area is missing from each, at a random place, and so it "
-        "is from every image the classifiers learned from. We know <em>which</em> pixels are missing, never what was "
-        "there: only the pictures of the truth and the row of complete images, marked as such, have seen it.</p>"
-        f'<figure class="card"><div class="digits">{"".join(cells)}</div><figcaption>Above: what the classifiers get; '
-        '<span class="swatch"></span> marks the missing pixels. Below: the truth.</figcaption></figure>'
-    )
+        incomplete = _picture(f"A handwritten {label} with a square missing", seen, INK, 0, 1, hidden, gone=True)
+        complete = _picture(f"The same {label}, complete", seen, INK, 0, 1)
+        found.append({"label": label, "incomplete": incomplete, "complete": complete})
+    return found
 
 
-def _guesses(demo: Demo) -> str:
+def _guesses(demo: Demo) -> dict[str, Any]:
     highest = max(float(demo.deviations["DMFA"].max()), 1e-6)
     samples = range(min(4, len(demo.samples)))
     ways = {"mean": "average", "k-NN": "k-NN", "SMFA": "SMFA", "DMFA": "DMFA"}
     rows = []
     for i, label in enumerate(demo.labels.tolist()):
         truth, hidden = demo.truth[i, 0], ~demo.observed[i, 0]
-        cells = [image(f"{label}, incomplete", truth, INK, 0, 1, hidden, gone=True)]
-        cells += [image(f"{label}, filled in by {w}", demo.imputed[w][i, 0], INK, 0, 1, hidden) for w in ways]
-        cells += [image(f"{label}, how unsure the DMFA is", demo.deviations["DMFA"][i, 0], UNSURE, 0, highest)]
-        cells += [image(f"{label}, possibility {s + 1}", demo.samples[s, i, 0], INK, 0, 1, hidden) for s in samples]
-        rows.append((str(label), [*cells, image(f"{label}, truth", truth, INK, 0, 1, hidden)]))
+        cells = [_picture(f"{label}, incomplete", truth, INK, 0, 1, hidden, gone=True)]
+        cells += [_picture(f"{label}, filled in by {w}", demo.imputed[w][i, 0], INK, 0, 1, hidden) for w in ways]
+        cells += [_picture(f"{label}, how unsure the DMFA is", demo.deviations["DMFA"][i, 0], UNSURE, 0, highest)]
+        cells += [_picture(f"{label}, possibility {s + 1}", demo.samples[s, i, 0], INK, 0, 1, hidden) for s in samples]
+        rows.append({"head": (label, ""), "pictures": [*cells, _picture(f"{label}, truth", truth, INK, 0, 1, hidden)]})
     heads = ["given", *ways.values(), "how unsure", *(f"possible {s + 1}" for s in samples), "truth"]
-    return (
-        "<p>Four ways to fill the square with one guess, then what a single guess hides: how unsure it is, and several "
-        "completions that are all possible. Where a digit could go on in two ways, one guess has to blur them.</p>"
-        "<dl><dt>average</dt><dd>that pixel's average over the training images</dd>"
-        "<dt>k-NN</dt><dd>the average of the five training images that look most alike</dd>"
-        "<dt>SMFA</dt><dd>one statistical model of all digits, a mixture of factor analyzers, fitted to the incomplete "
-        "images</dd><dt>DMFA</dt><dd>a neural network that looks at the pixels that are there and answers with such a "
-        "mixture for this very image: what to expect, how unsure, and which pixels vary together</dd></dl>"
-        + grid(heads, rows, "How unsure, as a standard deviation (ink runs from 0 to 1): "
-                + bar(UNSURE, "0 (seen)", f"{highest:.2f}")
-                + " The possibilities are drawn at random from the DMFA and cut off at no ink and full ink.", "wide")
-    )  # fmt: skip
+    return {"heads": [(head, "") for head in heads], "rows": rows, "highest": f"{highest:.2f}"}
 
 
-def _honesty(demo: Demo) -> str:
-    levels = sorted(demo.densities[0].coverage)
-    heads = [
-        "",
-        "score&nbsp;↓",
-        "typical error&nbsp;↓",
-        *(f"inside {100 * v:.0f}&nbsp;%" for v in levels),
-        "seconds to&nbsp;fit",
-    ]
-    rows = []
+def _densities(demo: Demo, levels: list[float]) -> list[dict[str, Any]]:
+    found = []
     for colour, d in zip(_series(demo.densities), demo.densities, strict=True):
-        name = f'<th scope="row"><span class="dot" style="background:{colour}"></span>{escape(d.name)}</th>'
-        figures = [f"{d.nll:.3f}".replace("-", "−"), f"{d.rmse:.3f}", *(_percent(d.coverage[v]) for v in levels)]
-        figures.append(f"{d.seconds:.1f}" if d.seconds >= 0.05 else "&lt; 0.1")
-        rows.append(f"<tr>{name}{''.join(f'<td>{f}</td>' for f in figures)}</tr>")
-    top = "".join(f'<th scope="col">{h}</th>' for h in heads)
-    return (
-        "<p>To check the models, a further square was hidden from the test digits and predicted. A model that knows "
-        "its limits says “with 90 % probability the pixel lies in this interval” and is right nine times out of ten: "
-        "<em>coverage</em> is how often it was. Less than promised is overconfident, more is timid.</p>"
-        f'<figure class="card pair"><div class="scroll"><table class="figures"><thead><tr>{top}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>{_coverage(demo.densities, levels)}<figcaption>Score: negative "
-        "log-likelihood per hidden pixel, lower is better. Typical error: root mean square, of ink from 0 to 1. "
-        "“Independent pixels” knows every pixel's average and spread, and nothing of its neighbours.</figcaption>"
-        "</figure>"
-    )
+        numbers = [f"{d.nll:.3f}".replace("-", "−"), f"{d.rmse:.3f}", *(_percent(d.coverage[v]) for v in levels)]
+        numbers.append(f"{d.seconds:.1f}" if d.seconds >= 0.05 else "< 0.1")
+        found.append({"name": d.name, "colour": colour, "numbers": numbers})
+    return found
 
 
 def _series(densities: list[Density]) -> list[str]:
     return [SERIES[i % len(SERIES)] for i in range(len(densities))]
 
 
-def _coverage(densities: list[Density], levels: list[float]) -> str:
+def _coverage(densities: list[Density], levels: list[float]) -> dict[str, Any]:
+    """The chart of coverage: its label, ticks and marks, in units of its picture."""
+
     def at(promised: float, measured: float) -> tuple[float, float]:
         return 66 + 180 * promised, 206 - 180 * measured
 
     said = "; ".join(f"{d.name} {', '.join(_percent(d.coverage[v]) for v in levels)}" for d in densities)
     label = f"Coverage promised {', '.join(_percent(v) for v in levels)}, and measured: {said}"
-    ticks = ""
-    for tick in (0, 0.5, 0.9):
-        (x, y), name = at(tick, tick), f"{100 * tick:.0f} %"
-        ticks += f'<path class="line" d="M{x:.0f} 206V26M66 {y:.0f}H246"/><text x="{x:.0f}" y="222">{name}</text>'
-        ticks += f'<text x="60" y="{y + 4:.0f}" class="end">{name}</text>' if tick else ""
-    marks = ""
+    ticks = [{"x": round(at(t, t)[0]), "y": round(at(t, t)[1]), "name": f"{100 * t:.0f} %"} for t in (0, 0.5, 0.9)]
+    marks = []
     for number, (colour, d) in enumerate(zip(_series(densities), densities, strict=True)):
         for level in levels:  # a little apart, so that equal ones do not hide each other
             x, y = at(level, d.coverage[level])
-            marks += f'<circle cx="{x + 7 * (number - 1):.1f}" cy="{y:.1f}" r="5.5" fill="{colour}"/>'
-    return (
-        f'<svg class="square" viewBox="0 0 262 246" role="img" aria-label="{escape(label)}">{ticks}'
-        f'<path class="ideal" d="M66 206L246 26"/>{marks}<text x="156" y="242">promised</text>'
-        '<text transform="translate(14 116) rotate(-90)">measured</text></svg>'
-    )
+            marks.append({"x": f"{x + 7 * (number - 1):.1f}", "y": f"{y:.1f}", "colour": colour})
+    return {"levels": levels, "label": label, "ticks": ticks, "marks": marks}
 
 
-def _filters(demo: Demo) -> str:
+def _filters(demo: Demo) -> dict[str, Any]:
     complete = demo.responses["nothing missing"]
     guesses = [way for way in demo.responses if way != "nothing missing"]
     hidden = ~demo.observed
@@ -281,91 +245,53 @@ def _filters(demo: Demo) -> str:
             high = max(float(response[i, o].max()) for response in demo.responses.values())
             off = max(float((demo.responses[way][i, o] - complete[i, o]).abs().max()) for way in guesses)
             name = f"{int(demo.labels[i])}, filter {o + 1}"
-            cells = [image(f"{name}, the digit", demo.truth[i, 0], INK, 0, 1, hidden[i, 0], gone=True)]
+            cells = [_picture(f"{name}, the digit", demo.truth[i, 0], INK, 0, 1, hidden[i, 0], gone=True)]
             for way, r in demo.responses.items():
-                cells.append(image(f"{name}, {way}", r[i, o], RESPONSE, 0, high, hidden[i, 0]))
+                cells.append(_picture(f"{name}, {way}", r[i, o], RESPONSE, 0, high, hidden[i, 0]))
             for way in guesses:
                 difference = demo.responses[way][i, o] - complete[i, o]
-                cells.append(image(f"{name}, {way}, difference", difference, DIFFERENCE, -off, off, hidden[i, 0]))
-            rows.append((f"{int(demo.labels[i])} <small>filter {o + 1}</small>", cells))
-    heads = ["the digit", *map(escape, demo.responses)] + [
-        f"{escape(way)} <small>difference</small>" for way in guesses
-    ]
-    listed = ", ".join(f"<b>{value:.3f}</b> ({escape(way)})" for way, value in errors.items())
-    return (
-        "<p>The first layer of the network is a set of filters that respond to strokes and edges. Zeros in the gap "
-        "make edges that nobody drew. MisConv gives the <em>average response over everything that could be there</em>, "
-        "in one exact formula, without drawing any samples. “Set to the mean” fills in the DMFA's best guess.</p>"
-        + grid(heads, rows, "Left: the responses, each row on its own scale "
-                + bar(RESPONSE, "0", "highest") + " Right: what differs from “nothing missing”, "
-                + bar(DIFFERENCE, "too low", "too high") + " Typical difference (root mean "
-                f"square) where a filter touches the gap, in all {len(hidden)} digits and {complete.shape[1]} filters: "
-                f"{listed}.", "wide")
-    )  # fmt: skip
+                cells.append(_picture(f"{name}, {way}, difference", difference, DIFFERENCE, -off, off, hidden[i, 0]))
+            rows.append({"head": (int(demo.labels[i]), f"filter {o + 1}"), "pictures": cells})
+    heads = [(head, "") for head in ("the digit", *demo.responses)] + [(way, "difference") for way in guesses]
+    return {"heads": heads, "rows": rows, "errors": errors, "digits": len(hidden), "count": complete.shape[1]}
 
 
-def _methods(demo: Demo) -> str:
+def _methods(demo: Demo) -> dict[str, Any]:
+    """The chart of the methods: ticks of its axis, and where the marks of each method are."""
     values = [v for m in demo.methods for v in (*m.accuracy, m.mean - m.deviation, m.mean + m.deviation)]
     step = next(s for s in (0.01, 0.02, 0.05, 0.1, 0.2) if (max(values) - min(values)) / s <= 7 or s == 0.2)
     low, high = math.floor(min(values) / step) * step, math.ceil(max(values) / step) * step + 1e-9
-    ticks = [low + step * i for i in range(round((high - low) / step) + 1)]
 
     def at(value: float) -> str:
         return f"{7 + 86 * (value - low) / (high - low):.2f}%"
 
-    lines = "".join(f'<line x1="{at(t)}" x2="{at(t)}" y1="0" y2="100%" class="line"/>' for t in ticks)
-    numbers = "".join(f'<text x="{at(t)}" y="15">{100 * t:.0f} %</text>' for t in ticks)
-    rows = ""
+    rows = []
     for m in demo.methods:
-        bound = m is demo.methods[-1]
-        kind = "bound" if bound else "ours" if m.name.startswith("MisConv") else "other"
-        badge = ' <span class="badge">upper bound</span>' if bound else ""
-        label = escape(f"{m.name}: mean {_spread(m)} %, seeds {', '.join(map(_percent, m.accuracy))}")
-        dots = "".join(f'<circle cx="{at(a)}" cy="50%" r="4" class="seed"/>' for a in m.accuracy)
-        rows += (
-            f'<tr class="{kind}"><th scope="row">{escape(m.name)}{badge}<small>{escape(m.what)}</small></th>'
-            f'<td class="strip"><svg role="img" aria-label="{label}">{lines}{dots}'
-            f'<line x1="{at(m.mean - m.deviation)}" x2="{at(m.mean + m.deviation)}" y1="50%" y2="50%" class="spread"/>'
-            f'<circle cx="{at(m.mean)}" cy="50%" r="6.5" class="mean"/></svg></td>'
-            f'<td class="number">{_spread(m)}</td></tr>'
-        )
-    chance, runs = 100 * _chance(*_leaders(demo)[:2], _tested(demo)), len(demo.methods[0].accuracy)
-    return (
-        "<p>The same small network, trained in the same way; the rows differ only in what its first layer makes of the "
-        f"gap. With {_tested(demo)} test digits and {runs} {'training' if runs == 1 else 'trainings'} of each, "
-        f"differences of {'at least' if runs == 1 else 'up to about'} {chance:.1f} points (two standard errors) can be "
-        "chance.</p>"
-        '<figure class="card"><div class="scroll"><table class="methods"><thead><tr><th scope="col">the gap</th>'
-        f'<th class="strip axis"><svg role="img" aria-label="Scale of accuracy">{numbers}</svg></th>'
-        f'<th scope="col" class="number">correct, %</th></tr></thead><tbody>{rows}</tbody></table></div><figcaption>'
-        "Share of the test digits read correctly. Small dots: one training each (one seed); large dot and bar: their "
-        "mean ± one standard deviation. “Complete images” had nothing missing, in training and in the test."
-        "</figcaption></figure>"
-    )
+        kind = "bound" if m is demo.methods[-1] else "ours" if m.name.startswith("MisConv") else "other"
+        label = f"{m.name}: mean {_spread(m)} %, seeds {', '.join(map(_percent, m.accuracy))}"
+        places = {"low": at(m.mean - m.deviation), "high": at(m.mean + m.deviation), "mean": at(m.mean)}
+        texts = {"name": m.name, "what": m.what, "label": label, "spread": _spread(m)}
+        rows.append({"kind": kind, "seeds": [at(a) for a in m.accuracy], **places, **texts})
+    ticks = [low + step * i for i in range(round((high - low) / step) + 1)]
+    return {"methods": rows, "ticks": [{"x": at(t), "name": f"{100 * t:.0f} %"} for t in ticks]}
 
 
-def _made(demo: Demo, facts: dict[str, Any]) -> str:
-    seed = demo.settings["seed"]
-    changed = {k: v for k, v in demo.settings.items() if k not in ("seed", "seeds") and v != SETTINGS.get(k)}
-    command = f"misconv demo --seed {seed} --seeds {demo.settings['seeds']}"
-    if changed:  # what the command cannot say, Python can
-        command = f"misconv.demo.experiment.run(seed={seed}, settings={changed | {'seeds': demo.settings['seeds']}})"
+def _entries(demo: Demo, facts: dict[str, Any]) -> dict[str, str]:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     entries = {**{k.replace("_", " "): _plain(v) for k, v in demo.settings.items()}, "versions": versions}
-    entries |= {"device": f"{facts['device']}, {facts['threads']} thread(s)", "commit": facts["commit"] or "not known"}
-    listed = "".join(f"<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>" for k, v in entries.items())
-    return (
-        f"<p>From scratch, in {demo.seconds:.0f} seconds, on handwritten digits that ship with scikit-learn "
-        f"({' × '.join(map(str, demo.truth.shape[-2:]))} pixels). Validation digits chose the epoch of every training; "
-        "the test digits were read once in this run. But the settings were chosen after a few trial runs on the same "
-        "digits: an illustration, not a benchmark. The same seed, versions and number of threads "
-        f"({facts['threads']}) give the same numbers:</p>"
-        f"<pre><code>{escape(command)}</code></pre>"
-        f'<details class="card"><summary>Settings and versions</summary><dl>{listed}</dl></details>'
-        "<p>All numbers are in <code>results.json</code> beside this page. To use this on images of your own, read "
-        "<code>README.md</code>; for the formulas, <code>docs/maths.md</code>. The idea is from Przewięźlikowski et "
-        "al., “MisConv: Convolutional Neural Networks for Missing Data” (WACV 2022).</p>"
-    )
+    return entries | {
+        "device": f"{facts['device']}, {facts['threads']} thread(s)",
+        "commit": facts["commit"] or "not known",
+    }
+
+
+def _command(demo: Demo) -> str:
+    """The line that makes this report again."""
+    seed, seeds = demo.settings["seed"], demo.settings["seeds"]
+    changed = {k: v for k, v in demo.settings.items() if k not in ("seed", "seeds") and v != SETTINGS.get(k)}
+    if changed:  # what the command cannot say, Python can
+        return f"misconv.demo.experiment.run(seed={seed}, settings={changed | {'seeds': seeds}})"
+    return f"misconv demo --seed {seed} --seeds {seeds}"
 
 
 def _plain(value: Any) -> str:
@@ -379,43 +305,53 @@ def _plain(value: Any) -> str:
 
 def _page(demo: Demo, facts: dict[str, Any]) -> str:
     ours, other, bound = _leaders(demo)
-    share = {1 / 4: "A quarter", 1 / 2: "Half"}.get(demo.settings["fraction"], _percent(demo.settings["fraction"]))
-    tiles = "".join(
-        f'<div class="{kind}"><strong>{_percent(m.mean)}</strong><b>{escape(m.name)}</b><small>{said}</small></div>'
-        for kind, m, said in (
-            ("ours", ours, "expects over all that the gap could hold"),
-            ("other", other, "best of the other ways"),
-            ("bound", bound, "had nothing missing: the upper bound"),
-        )
+    fraction = demo.settings["fraction"]
+    levels = sorted(demo.densities[0].coverage)
+    page = _template().render(
+        eyebrow=Markup(EYEBROW),
+        style=Markup(_read("report.css")),
+        colours={"UNSURE": UNSURE, "RESPONSE": RESPONSE, "DIFFERENCE": DIFFERENCE},
+        share=_percent(fraction).replace(".0", ""),
+        share_in_words={1 / 4: "A quarter", 1 / 2: "Half"}.get(fraction, _percent(fraction)),
+        verdict=verdict(demo),
+        tiles=[
+            {"kind": "ours", "method": ours, "what": "expects over all that the gap could hold"},
+            {"kind": "other", "method": other, "what": "best of the other ways"},
+            {"kind": "bound", "method": bound, "what": "had nothing missing: the upper bound"},
+        ],
+        digits=_digits(demo),
+        guesses=_guesses(demo),
+        densities=_densities(demo, levels),
+        coverage=_coverage(demo.densities, levels),
+        filters=_filters(demo),
+        **_methods(demo),
+        tested=_tested(demo),
+        runs=len(demo.methods[0].accuracy),
+        chance=100 * _chance(ours, other, _tested(demo)),
+        seconds=demo.seconds,
+        size=" × ".join(map(str, demo.truth.shape[-2:])),
+        threads=facts["threads"],
+        command=_command(demo),
+        entries=_entries(demo, facts),
     )
-    sections = {
-        "What is missing": _missing(demo),
-        "What could be there": _guesses(demo),
-        "Is it honest about what it does not know?": _honesty(demo),
-        "What the first layer sees": _filters(demo),
-        "Which classifier is right most often?": _methods(demo),
-        "How this was made": _made(demo, facts),
-    }
-    body = "".join(
-        f"<section><h2><span>{i}</span>{title}</h2>{_hold(text)}</section>"
-        for i, (title, text) in enumerate(sections.items(), 1)
-    )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Reading digits with a hole in them</title><style>{_style()}</style></head>\n<body><main><header>"
-        f"{EYEBROW}<h1>Reading digits with a hole in them</h1>"
-        f'<p class="lead">{share} of every handwritten digit is gone for good, and {len(demo.methods) - 1} classifiers '
-        "that differ only in how they treat the gap learn to read the rest. "
-        f'{_hold(escape(verdict(demo))).replace("k-NN", "k&#8209;NN")}</p><div class="tiles">{tiles}</div></header>\n'
-        f"{body}</main></body></html>\n"
-    )
+    return re.sub(r">\s*\n\s*<", "><", page).strip() + "\n"
 
 
-def _hold(text: str) -> str:
+def _template() -> Template:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"percent": _percent, "hold_percent": _hold_percent, "hold_hyphen": _hold_hyphen}
+    return environment.from_string(_read("report.html.jinja"))
+
+
+def _hold_percent(text: str) -> Markup:
     """A number and its % stay on one line."""
-    return text.replace(" %", "&nbsp;%")
+    return escape(text).replace(" %", "\N{NO-BREAK SPACE}%")
 
 
-def _style() -> str:
-    return resources.files("misconv").joinpath("report.css").read_text()
+def _hold_hyphen(text: str) -> Markup:
+    """So does the name k-NN."""
+    return escape(text).replace("k-NN", "k\N{NON-BREAKING HYPHEN}NN")
+
+
+def _read(name: str) -> str:
+    return resources.files("misconv.demo").joinpath(name).read_text(encoding="utf-8")

@@ -1,20 +1,15 @@
 """The paper's tables, each from one command, and its figures: `misconv table`.
 
 Every density and every classifier is trained once and kept in a folder; a table that was stopped goes on where it was,
-and one that is complete only prints. Where the command line is not installed, ``python -m misconv.paper.command`` takes
-the same options.
+and one that is complete only prints. The command line is `misconv.cli`.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -38,7 +33,7 @@ from misconv.paper.scores import Record
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["FIGURES", "TABLES", "Plan", "draw", "fabric_on", "main", "prepare", "run", "table", "text", "write"]
+__all__ = ["FIGURES", "TABLES", "Plan", "draw", "fabric_on", "prepare", "run", "table", "write"]
 
 T = TypeVar("T")
 
@@ -54,7 +49,6 @@ FEW_IMAGES = (600, 200)
 FEW_EPOCHS = {"dmfa": 1, "smfa": 2, "classifier": 1}
 # A tenth of them has to choose the epoch, and no pixel may be missing in all of them.
 FEWEST = 100
-STOPPED = "stopped; call it again to go on where it was"
 MOST_SEEDS = 1000
 
 
@@ -337,74 +331,3 @@ def write(plan: Plan, made: tables.Table, records: Sequence[Record]) -> Path:
     store.write_bytes(plan.file(".md"), f"# {made.heading}\n\n{made.markdown()}\n".encode())
     store.write_bytes(plan.file(".json"), f"{content}\n".encode())
     return plan.file(".json")
-
-
-def text(made: tables.Table) -> str:
-    """A table for a terminal that can do nothing but text."""
-    lines = [made.columns, *made.plain().rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(width) if number < made.text else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return "  ".join(padded).rstrip()
-
-    rule = "  ".join("-" * width for width in widths)
-    return "\n".join([made.heading, "", line(lines[0]), rule, *map(line, lines[1:]), "", *made.notes])
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """`python -m misconv.paper.command`, for machines without the command line's packages."""
-    parser = argparse.ArgumentParser(prog="python -m misconv.paper.command", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("number", help=", ".join(TABLES))
-    parser.add_argument("--dataset", action="append", default=[], help="may be given several times")
-    parser.add_argument("--data", action="append", default=[], type=Path, help="an .npz for each --dataset")
-    parser.add_argument("--seeds", type=int, default=3, help="trainings of every method")
-    parser.add_argument("--out", type=Path, default=Path("misconv-paper"), help="folder for finished work")
-    parser.add_argument("--device", help="cuda or cpu; cuda where there is one")
-    parser.add_argument("--quick", action="store_true", help="few images and epochs")
-    parser.add_argument("--plus", action=argparse.BooleanOptionalAction, default=True, help="the row MisConv+")
-    asked = parser.parse_args(arguments)
-    with _one_line(parser):
-        try:
-            plan = prepare(
-                asked.number, asked.dataset, asked.data, seeds=asked.seeds, folder=asked.out, device=asked.device,
-                quick=asked.quick, plus=asked.plus,
-            )  # fmt: skip
-        except ValueError as error:
-            parser.exit(2, f"misconv: {error}\n")
-        progress = sys.stdout.isatty() and find_spec("rich") is not None
-        say = partial(print, flush=True)
-        if plan.table == FIGURES:
-            print("\n" + "\n".join(f"Figure: {path}" for path in draw(plan, progress=progress, say=say)))
-            return
-        found = run(plan, progress=progress, say=say)
-        made = table(plan, found)
-        print(f"\n{text(made)}")
-        print(f"\nRecords: {write(plan, made, found)}")
-
-
-@contextlib.contextmanager
-def _one_line(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """What a user can put right ends with one line and no traceback."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        parser.exit(130, f"misconv: {STOPPED}\n")
-    except bench.WrongResultError as error:
-        parser.exit(1, f"misconv: nothing was timed, the fast path is wrong: {error}\n")
-    except FloatingPointError as error:
-        parser.exit(1, f"misconv: {error}\n")
-    except OSError as error:
-        written_by_us = error.strerror is not None and error.filename is None
-        parser.exit(2, f"misconv: {error.strerror if written_by_us else error}\n")
-    except ImportError as error:
-        if "misconv[" not in str(error):
-            raise  # not one of ours, which name the extra to install
-        parser.exit(2, f"misconv: {error}\n")
-
-
-if __name__ == "__main__":
-    main()

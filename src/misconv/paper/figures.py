@@ -147,11 +147,13 @@ def imputations(
 
 def _picture(axes: Axes, image: Tensor, hidden: Tensor | None = None, *, gone: bool = False) -> None:
     """An image (C, H, W); the hidden pixels (H, W) are striped where they are `gone`, and outlined otherwise."""
+    from misconv.paper.pictures import hatching
+
     times = scale(image)
     rgb = _rgb(image).repeat_interleave(times, 0).repeat_interleave(times, 1)  # (times · H, times · W, 3)
     if hidden is not None and gone:
         inside = hidden.repeat_interleave(times, 0).repeat_interleave(times, 1)
-        rgb = torch.where(inside.unsqueeze(-1), _stripes(*inside.shape), rgb)
+        rgb = torch.where(inside.unsqueeze(-1), hatching(*inside.shape), rgb)
     height, width = image.shape[-2:]
     axes.imshow(rgb.round().to(torch.uint8).numpy(), extent=(0, width, height, 0), interpolation="nearest")
     if hidden is not None:
@@ -167,16 +169,6 @@ def _rgb(image: Tensor) -> Tensor:
         return 255 * image.permute(1, 2, 0)
     paper, ink = (torch.tensor(colour, dtype=image.dtype, device="cpu") for colour in INK)
     return paper + (ink - paper) * image[0].unsqueeze(-1)
-
-
-def _stripes(height: int, width: int) -> Tensor:
-    """The look of missing pixels, (height, width, 3)."""
-    from misconv.paper.pictures import MISSING
-
-    ground, stripe = (torch.tensor(colour, dtype=torch.float64, device="cpu") for colour in MISSING)
-    rows, columns = (torch.arange(n, device="cpu") for n in (height, width))
-    striped = (rows[:, None] + columns) % 16 < 4
-    return torch.where(striped.unsqueeze(-1), stripe, ground)
 
 
 def _map(axes: Axes, values: Tensor, size: Sequence[int], colours: str, low: float, high: float) -> None:

@@ -1,18 +1,16 @@
-"""Small pictures inside an HTML page: images of a few pixels as PNG, colour bars, tables of pictures."""
+"""Small pictures of tensors: colours, the hatching of missing pixels, images of a few pixels as PNG."""
 
 from __future__ import annotations
 
 import base64
 import io
-from html import escape
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-__all__ = ["DIFFERENCE", "INK", "RESPONSE", "UNSURE", "bar", "grid", "image", "paint"]
+__all__ = ["DIFFERENCE", "INK", "MISSING", "RESPONSE", "UNSURE", "hatching", "paint"]
 
 Colours = list[tuple[int, int, int]]
 INK: Colours = [(253, 252, 250), (24, 32, 56)]
@@ -39,36 +37,17 @@ def paint(
         inside = hidden.cpu().repeat_interleave(SCALE, 0).repeat_interleave(SCALE, 1)
         outside = F.pad((~inside).float()[None, None], (3, 3, 3, 3), value=1.0)
         frame = inside & (F.max_pool2d(outside, 7, stride=1)[0, 0] > 0)
-        ground, stripe = (torch.tensor(colour, dtype=torch.float32, device="cpu") for colour in MISSING)
         if gone:
-            rows, columns = (torch.arange(n, device="cpu") for n in inside.shape)
-            striped = (rows[:, None] + columns) % 16 < 4
-            rgb = torch.where(inside[..., None], torch.where(striped[..., None], stripe, ground), rgb)
-        rgb = torch.where(frame[..., None], stripe, rgb)
+            rgb = torch.where(inside[..., None], hatching(*inside.shape).float(), rgb)
+        rgb = torch.where(frame[..., None], torch.tensor(MISSING[1], dtype=torch.float32, device="cpu"), rgb)
     file = io.BytesIO()
     Image.fromarray(rgb.round().to(torch.uint8).numpy()).save(file, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def image(alt: str, *args: Any, **options: Any) -> str:
-    """An `img` element with `paint`'s picture in it."""
-    return f'<img src="{paint(*args, **options)}" alt="{escape(alt)}" width="128" height="128">'
-
-
-def bar(colours: Colours, low: str, high: str) -> str:
-    """A colour bar between two words."""
-    stops = ", ".join(f"rgb{c}" for c in colours)
-    ramp = f'<i style="background:linear-gradient(90deg,{stops})"></i>'
-    return f'<span class="bar">{escape(low)} {ramp} {escape(high)}</span>'
-
-
-def grid(heads: list[str], rows: list[tuple[str, list[str]]], caption: str, kind: str = "") -> str:
-    """A table of pictures, with words as its row and column heads."""
-    top = "".join(f'<th scope="col">{head}</th>' for head in heads)
-    body = "".join(
-        f'<tr><th scope="row">{head}</th>{"".join(f"<td>{c}</td>" for c in cells)}</tr>' for head, cells in rows
-    )
-    return (
-        f'<figure class="card"><div class="scroll"><table class="pictures {kind}"><thead><tr><td></td>{top}</tr>'
-        f"</thead><tbody>{body}</tbody></table></div><figcaption>{caption}</figcaption></figure>"
-    )
+def hatching(height: int, width: int) -> Tensor:
+    """How missing pixels look, (height, width, 3), from 0 to 255: diagonal stripes on a light ground."""
+    ground, stripe = (torch.tensor(colour, dtype=torch.float64, device="cpu") for colour in MISSING)
+    rows, columns = (torch.arange(n, device="cpu") for n in (height, width))
+    striped = (rows[:, None] + columns) % 16 < 4
+    return torch.where(striped.unsqueeze(-1), stripe, ground)
