@@ -56,7 +56,7 @@ def sealed(data: bytes) -> bytes:
     try:
         table = table_of(data)
         table["__metadata__"]["misconv_sha256"] = "0" * 64
-        return b"".join(bytes(part) for part in _format.seal(with_table(data, table)))
+        return b"".join(bytes(part) for part in _format.add_checksum(with_table(data, table)))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return data
 

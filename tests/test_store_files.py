@@ -253,7 +253,7 @@ def test_a_file_swept_away_before_it_is_held_is_made_again(tmp_path: Path, monke
     def late(number: int, *, wait: bool = True) -> bool:
         if wait and not swept:
             swept.append(files(tmp_path))
-            _files._sweep(tmp_path)
+            _files._remove_stale_files(tmp_path)
             assert not files(tmp_path)
         return lock(number, wait=wait)
 

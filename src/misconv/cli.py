@@ -1,6 +1,6 @@
 """The command `misconv`.
 
-What a user can put right (a folder, a number, a missing extra) ends with one line on stderr and the exit code 2;
+What a user can correct (a folder, a number, a missing extra) ends with one line on stderr and the exit code 2;
 anything else is a mistake of ours and keeps its traceback. Heavy imports wait inside the commands.
 """
 
@@ -55,7 +55,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A ± must not end the run where the output knows only ASCII; nor may a number lose its sign.
-            codecs.register_error("misconv", _spelled)
+            codecs.register_error("misconv", _to_ascii)
             stream.reconfigure(errors="misconv")
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # nobody reads on: end there, as other commands do
@@ -65,14 +65,14 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
-        _end("stopped", 130)
+        _exit_after_error("stopped", 130)
     except OSError as error:
         if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
             raise
-        _end(f"the output cannot be written: {error.strerror}", 2)
+        _exit_after_error(f"the output cannot be written: {error.strerror}", 2)
 
 
-def _end(message: str, code: int) -> NoReturn:
+def _exit_after_error(message: str, code: int) -> NoReturn:
     """One line, and no second attempt to write what is left of the output."""
     with contextlib.suppress(OSError):
         print(f"misconv: {message}", file=sys.stderr, flush=True)
@@ -81,7 +81,7 @@ def _end(message: str, code: int) -> NoReturn:
     raise SystemExit(code)
 
 
-def _spelled(error: UnicodeError) -> tuple[str, int]:
+def _to_ascii(error: UnicodeError) -> tuple[str, int]:
     """What stands in ASCII for a character that cannot be written."""
     assert isinstance(error, UnicodeEncodeError)
     return "".join(ASCII.get(c, "?") for c in error.object[error.start : error.end]), error.end
@@ -116,27 +116,27 @@ def demo(
 ) -> None:
     """Compare nine ways to classify digits with missing pixels, and write a report (a few minutes)."""
     if not 0 <= seed <= LARGEST_SEED:
-        raise _stop(f"--seed must lie between 0 and {LARGEST_SEED}, got {seed}")
+        raise _refuse(f"--seed must lie between 0 and {LARGEST_SEED}, got {seed}")
     if seeds < 1:
-        raise _stop(f"--seeds must be at least 1, got {seeds}")
+        raise _refuse(f"--seeds must be at least 1, got {seeds}")
     with _interruptible("stopped before the report was written"):
         import torch
 
         from misconv.demo import report, run
 
-        with _told(OSError):
+        with _report_errors(OSError):
             report.check_folder(out, overwrite=overwrite)
         # One thread, so that the sums, and with them the numbers, do not depend on how many cores there are.
         torch.set_num_threads(1)
         terminal = sys.stdout.isatty()
         console = Console(force_terminal=terminal, width=None if terminal else 110, highlight=False, markup=False)
-        with _told(ImportError):
+        with _report_errors(ImportError):
             settings = {**(QUICK if quick else {}), "seeds": seeds}
             result = run(seed=seed, settings=settings, progress=terminal, say=console.print)
         # The numbers come first: they are not lost if the report cannot be written.
         console.print(_methods(result), _densities(result), sep="\n")
         console.print(report.verdict(result), soft_wrap=not terminal)
-        with _told(OSError):
+        with _report_errors(OSError):
             page = report.write_demo(result, out, overwrite=overwrite)
         console.print(f"Report: {page}", soft_wrap=True)
 
@@ -153,21 +153,21 @@ def bench(
 ) -> None:
     """Check the fast path against the plain one, then time both beside a convolution and ReLU (a few minutes)."""
     if seed is not None and not 0 <= seed <= LARGEST_SEED:
-        raise _stop(f"--seed must lie between 0 and {LARGEST_SEED}, got {seed}")
+        raise _refuse(f"--seed must lie between 0 and {LARGEST_SEED}, got {seed}")
     with _interruptible("stopped before the numbers were written"):
         from misconv.bench import command as benchmark
 
         try:
             where, sections = benchmark.choose(device, only or [], out)
         except ValueError as error:
-            raise _stop(str(error)) from error
+            raise _refuse(str(error)) from error
         try:
             keep = benchmark.keeper(out)
             record = benchmark.run(where, sections, quick=quick, seed=seed, say=typer.echo, keep=keep)
         except benchmark.WrongResultError as error:
-            raise _stop(f"nothing was timed, the fast path is wrong: {error}", 1) from error
+            raise _refuse(f"nothing was timed, the fast path is wrong: {error}", 1) from error
         if out is not None:
-            with _told(OSError):
+            with _report_errors(OSError):
                 benchmark.write(record, out)
             typer.echo(f"Numbers: {out}")
 
@@ -203,7 +203,11 @@ def table(
 
     What that needs is trained, and goes on where it was stopped.
     """
-    with _interruptible("stopped; call it again to go on where it was"), _told(OSError), _told(ImportError):
+    with (
+        _interruptible("stopped; call it again to go on where it was"),
+        _report_errors(OSError),
+        _report_errors(ImportError),
+    ):
         from misconv.bench import command as benchmark
         from misconv.paper import command
 
@@ -212,7 +216,7 @@ def table(
                 number, dataset or [], data or [], seeds=seeds, folder=out, device=device, quick=quick, plus=plus
             )
         except ValueError as error:
-            raise _stop(str(error)) from error
+            raise _refuse(str(error)) from error
         terminal = sys.stdout.isatty()
         try:
             if number == command.FIGURES:
@@ -221,9 +225,9 @@ def table(
                 return
             records = command.run(plan, progress=terminal, say=typer.echo)
         except benchmark.WrongResultError as error:
-            raise _stop(f"nothing was timed, the fast path is wrong: {error}", 1) from error
+            raise _refuse(f"nothing was timed, the fast path is wrong: {error}", 1) from error
         except FloatingPointError as error:
-            raise _stop(str(error), 1) from error
+            raise _refuse(str(error), 1) from error
         made = command.table(plan, records)
         console = Console(force_terminal=terminal, width=None if terminal else 160, highlight=False, markup=False)
         console.print(f"\n{made.heading}", style="bold", soft_wrap=not terminal)  # wider than some tables
@@ -262,7 +266,7 @@ def _paper(made: tables.Table, width: int) -> Iterator[Table]:
     """Words on the left, numbers on the right, the best of them in bold; several tables where one is too wide."""
     cells = list(zip(*made.plain().rows, strict=True))  # by column
     longest = [max(map(len, column), default=0) for column in cells]
-    heads = [_wrapped(head, room) for head, room in zip(made.columns, longest, strict=True)]
+    heads = [_wrap(head, room) for head, room in zip(made.columns, longest, strict=True)]
     needed = [3 + max(room, *map(len, head)) for head, room in zip(heads, longest, strict=True)]
     words = list(range(made.text))
     for part in _parts(made, needed, width):
@@ -287,7 +291,7 @@ def _parts(made: tables.Table, needed: list[int], width: int) -> list[list[int]]
     return parts
 
 
-def _wrapped(head: str, width: int) -> list[str]:
+def _wrap(head: str, width: int) -> list[str]:
     return textwrap.wrap(head, max(width, 1), break_long_words=False, break_on_hyphens=False)
 
 
@@ -295,24 +299,24 @@ def _cell(cell: str) -> Text:
     return Text(cell.replace("**", ""), style="bold" if cell.startswith("**") else "")
 
 
-def _stop(message: str, code: int = 2) -> typer.Exit:
+def _refuse(message: str, code: int = 2) -> typer.Exit:
     """Say why on stderr; raise what this returns."""
     typer.echo(f"misconv: {message}", err=True)
     return typer.Exit(code)
 
 
 @contextlib.contextmanager
-def _told(kind: type[OSError] | type[ImportError]) -> Iterator[None]:
-    """Errors of this kind are the user's to put right: their message, and no traceback."""
+def _report_errors(kind: type[OSError] | type[ImportError]) -> Iterator[None]:
+    """Errors of this kind can be corrected by the user: print their message, and no traceback."""
     try:
         yield
     except kind as error:
         if isinstance(error, ImportError) and "misconv[" not in str(error):
             raise  # not one of ours, which name the extra to install
-        raise _stop(_reason(error)) from error
+        raise _refuse(_error_text(error)) from error
 
 
-def _reason(error: OSError | ImportError) -> str:
+def _error_text(error: OSError | ImportError) -> str:
     """The system's own errors say which file only if they are asked."""
     if isinstance(error, OSError) and error.strerror is not None:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
@@ -334,7 +338,7 @@ def _interruptible(message: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        raise _stop(message, code) from error
+        raise _refuse(message, code) from error
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)

@@ -18,14 +18,14 @@ from misconv._store import (
     check_path,
     check_storable,
     describe_model,
-    fill,
     is_channels_last,
-    lay_out,
+    load_tensors,
     open_regular,
     pack,
     rebuild,
-    share,
+    restore_channels_last,
     shown,
+    tie_tensors,
     unchanged_on_failure,
     unpack,
     write_bytes,
@@ -96,10 +96,10 @@ def load(path: AnyPath, into: nn.Module | None = None) -> nn.Module:
         frozen, evaluating = _names(content, "frozen"), _names(content, "evaluating")
         model = rebuild(content["model"], tensors) if into is None else into
         with unchanged_on_failure(model) if model is into else contextlib.nullcontext():
-            fill(model, tensors, frozen, evaluating)
+            load_tensors(model, tensors, frozen, evaluating)
         if into is None:
-            lay_out(model, _names(content, "channels_last"))
-            share(model, tensors)
+            restore_channels_last(model, _names(content, "channels_last"))
+            tie_tensors(model, tensors)
     except Exception as error:  # a model of the user may raise anything while it is loaded
         said = " ".join(str(error).split())  # in one line
         reason = said if type(error) is ValueError else f"the model refuses it, {type(error).__name__}: {said[:300]}"

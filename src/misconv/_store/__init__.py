@@ -5,7 +5,13 @@ from misconv._store.files import AnyPath, check_path, open_regular, shown, write
 from misconv._store.format import check_storable, pack, unpack
 from misconv._store.places import check_new_or_ours, probe, read_json, try_place
 from misconv._store.provenance import commit, device_name, versions
-from misconv._store.restore import fill, is_channels_last, lay_out, share, unchanged_on_failure
+from misconv._store.restore import (
+    is_channels_last,
+    load_tensors,
+    restore_channels_last,
+    tie_tensors,
+    unchanged_on_failure,
+)
 
 __all__ = [
     "AnyPath",
@@ -15,16 +21,16 @@ __all__ = [
     "commit",
     "describe_model",
     "device_name",
-    "fill",
     "is_channels_last",
-    "lay_out",
+    "load_tensors",
     "open_regular",
     "pack",
     "probe",
     "read_json",
     "rebuild",
-    "share",
+    "restore_channels_last",
     "shown",
+    "tie_tensors",
     "try_place",
     "unchanged_on_failure",
     "unpack",

@@ -108,7 +108,7 @@ class _Refusal(Exception):
 
 def _write(name: str, target: Path, parts: Sequence[bytes | bytearray | memoryview]) -> None:
     mode = _check_target(name, target)
-    _sweep(target.parent)
+    _remove_stale_files(target.parent)
     with _new_file(target) as (file, temporary):
         for part in parts:
             file.write(part)
@@ -116,7 +116,7 @@ def _write(name: str, target: Path, parts: Sequence[bytes | bytearray | memoryvi
         if mode is not None:
             _keep_permissions(file.fileno(), mode)
         os.fsync(file.fileno())
-        _give_name(file.fileno(), temporary)
+        _link_temporary(file.fileno(), temporary)
         if fcntl is None:
             file.close()  # Windows renames no open file
         os.replace(temporary, target)
@@ -186,7 +186,7 @@ def _open_named(path: Path) -> int:
         os.close(number)
 
 
-def _give_name(number: int, temporary: Path) -> None:
+def _link_temporary(number: int, temporary: Path) -> None:
     """Give an anonymous file its temporary name."""
     if os.fstat(number).st_nlink:
         return
@@ -209,7 +209,7 @@ def _lock(number: int, *, wait: bool = True) -> bool:
     return True
 
 
-def _sweep(folder: Path) -> None:
+def _remove_stale_files(folder: Path) -> None:
     """Remove what killed processes have left: temporary files of ours that nobody holds."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:

@@ -20,7 +20,7 @@ from misconv._checks import describe
 from misconv._store.files import os_error, shown
 from misconv._version import __version__
 
-__all__ = ["FORMAT", "check_storable", "pack", "seal", "unpack"]
+__all__ = ["FORMAT", "add_checksum", "check_storable", "pack", "unpack"]
 
 FORMAT = 2
 _EMPTY = "0" * 64
@@ -47,10 +47,10 @@ def pack(tensors: dict[str, Tensor], content: dict[str, Any]) -> list[bytes | me
         data = serialize(stored, {"misconv": text, _KEY: _EMPTY})
     except Exception as error:  # of a type or a name that safetensors does not know
         raise ValueError(f"tensors must be of types and names that safetensors can store: {_line(error)}") from error
-    return seal(data)
+    return add_checksum(data)
 
 
-def seal(data: bytes) -> list[bytes | memoryview]:
+def add_checksum(data: bytes) -> list[bytes | memoryview]:
     """A serialized file with its checksum in place of the zeros."""
     place = _find(data, _EMPTY)
     return [data[:place], _digest(data, place).encode(), memoryview(data)[place + 64 :]]
@@ -146,11 +146,11 @@ def _unpack(file: BinaryIO) -> tuple[dict[str, Tensor], dict[str, Any]]:
     start = file.read(16)
     length = int.from_bytes(start[:8], "little")
     if start[8:9] != b"{" or length > min(size - 8, _LONGEST_HEADER):
-        raise ValueError(_what_it_is(file, start))
+        raise ValueError(_explain_other_file(file, start))
     file.seek(0)
     data = file.read()
     try:
-        table = json.loads(data[8 : 8 + length], object_pairs_hook=_once)
+        table = json.loads(data[8 : 8 + length], object_pairs_hook=_reject_duplicate_keys)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{_DAMAGED} ({_line(error)})") from error
     header = _parse(data, table.get("__metadata__") if isinstance(table, dict) else None)
@@ -190,7 +190,7 @@ def _parse(data: bytes, metadata: object) -> dict[str, Any]:
             "give them to model.load_state_dict"
         )
     try:
-        header = json.loads(text, object_pairs_hook=_once)
+        header = json.loads(text, object_pairs_hook=_reject_duplicate_keys)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"its description is broken, {type(error).__name__}: {_line(error)}") from error
     _check_format(header, sealed=digest is not None)
@@ -213,7 +213,7 @@ def _check_format(header: Any, *, sealed: bool) -> None:
         raise ValueError(f"{_DAMAGED} (it has no checksum)")
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
         raise ValueError("a name is there twice")
@@ -242,7 +242,7 @@ def _digest(data: bytes, place: int) -> str:
     return made.hexdigest()
 
 
-def _what_it_is(file: BinaryIO, start: bytes) -> str:
+def _explain_other_file(file: BinaryIO, start: bytes) -> str:
     """What to say of a file that is no sound safetensors file."""
     pickled = start[:1] == b"\x80" and start[1:2] <= b"\x05" and start[8:9] != b"{"
     # A damaged archive, or one of a kind that zipfile cannot read: then nothing more is known of it.

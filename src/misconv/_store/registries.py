@@ -32,7 +32,7 @@ _ARGUMENTS: dict[str, dict[str, type]] = {
 _EXTRAS = {"torchvision": "vision", "timm": "timm"}
 # Notes of a network about itself that change nothing it computes.
 _NOTES = ("num_classes", "pretrained_cfg", "default_cfg")
-# Some constructors make a classifier that they throw away: so many parameters may be foreign.
+# Some constructors make a classifier and throw it away: this number of parameters may be foreign.
 _MOST_FOREIGN = 8
 
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from misconv._store.files import shown
 
-__all__ = ["fill", "is_channels_last", "lay_out", "share", "unchanged_on_failure"]
+__all__ = ["is_channels_last", "load_tensors", "restore_channels_last", "tie_tensors", "unchanged_on_failure"]
 
 
-def fill(model: nn.Module, tensors: dict[str, Tensor], frozen: set[str], evaluating: set[str]) -> None:
+def load_tensors(model: nn.Module, tensors: dict[str, Tensor], frozen: set[str], evaluating: set[str]) -> None:
     """Give a module the tensors, with the types they have in the file, and what is frozen and in evaluation mode.
 
     The parameters stay the same objects, on their device.
@@ -133,14 +133,14 @@ def is_channels_last(tensor: Tensor) -> bool:
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
-def lay_out(model: nn.Module, names: set[str]) -> None:
+def restore_channels_last(model: nn.Module, names: set[str]) -> None:
     """Let tensors lie in memory pixel by pixel, as they did when they were saved."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in names and tensor.dim() == 4:
             tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
 
 
-def share(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+def tie_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Let what is one tensor in the file be one in the model."""
     first: dict[int, str] = {}
     for name, tensor in tensors.items():
