@@ -38,9 +38,9 @@ TF32_BOUND = 1e-3  # and what ten bits of mantissa allow
 def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """No TF32, and small tiles, so that small images have several: the interpreter takes its time."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    for ways in (_triton_launch._FORWARD, _triton_launch._BACKWARD):
-        for key, way in ways.items():
-            monkeypatch.setitem(ways, key, way._replace(pixels=16))
+    for tilings in (_triton_launch._FORWARD, _triton_launch._BACKWARD):
+        for key, tiling in tilings.items():
+            monkeypatch.setitem(tilings, key, tiling._replace(pixels=16))
     _triton._plan.cache_clear()
     _triton._cached_plan.cache_clear()
 

@@ -272,7 +272,16 @@ def check_seen_finite(name: str, x: Tensor, seen: Tensor, *, check: bool | None 
 
 
 def check_mfa(p: MFA, check: bool | None) -> None:
-    """Shapes, types and devices of an MFA always; values where they may be looked at."""
+    """Shapes, types and devices of an MFA always; values where they may be read."""
+    _check_types_of_mfa(p)
+    _check_shapes_of_mfa(p)
+    if p.observed is not None:
+        p.observed = check_observed("observed", p.observed, p.means[:, 0], check=check)
+    if readable(p.logits, p.means, p.factors, p.noise, check=check):
+        _check_values_of_mfa(p)
+
+
+def _check_types_of_mfa(p: MFA) -> None:
     shapes = {
         "logits": "(B, K)",
         "means": "(B, K, C, H, W)",
@@ -292,6 +301,9 @@ def check_mfa(p: MFA, check: bool | None) -> None:
             raise ValueError(
                 f"{name} must have the type {p.means.dtype} and device {p.means.device} of means, got {describe(value)}"
             )
+
+
+def _check_shapes_of_mfa(p: MFA) -> None:
     batch, components, *image = p.means.shape
     if 0 in p.means.shape:
         raise ValueError(f"means must hold at least one image, component, channel and pixel, got {describe(p.means)}")
@@ -304,12 +316,10 @@ def check_mfa(p: MFA, check: bool | None) -> None:
     for name, expected in wanted.items():
         if tuple(getattr(p, name).shape) != expected:
             raise ValueError(f"{name} must have shape {expected} to fit means, got {describe(getattr(p, name))}")
-    seen: Tensor | None = None
-    if p.observed is not None:
-        p.observed = check_observed("observed", p.observed, p.means[:, 0], check=check)
-        seen = p.observed.unsqueeze(1)
-    if not readable(p.logits, p.means, p.factors, p.noise, check=check):
-        return
+
+
+def _check_values_of_mfa(p: MFA) -> None:
+    seen = None if p.observed is None else p.observed.unsqueeze(1)
     if not p.means.isfinite().all():
         raise ValueError(f"means must be finite, got {_first(p.means, ~p.means.isfinite())}")
     if seen is not None and not ((p.means == p.means[:, :1]) | ~seen).all():

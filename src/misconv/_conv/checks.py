@@ -80,20 +80,27 @@ def check_weight(conv: Convolution, channels: int, images: Tensor) -> None:
             f"weight must have C/groups = {channels}/{groups} input channels to fit images of {channels} channels, "
             f"got {describe(weight)}"
         )
-    if bias is not None and (not isinstance(bias, Tensor) or not bias.is_floating_point()):
-        raise TypeError(f"bias must be a floating-point tensor ({weight.shape[0]},) or None, got {describe(bias)}")
+    _check_bias(bias, weight)
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None:
-            check_dense(name, value)
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+            _check_like_images(name, value, images)
+
+
+def _check_bias(bias: Tensor | None, weight: Tensor) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, Tensor) or not bias.is_floating_point():
+        raise TypeError(f"bias must be a floating-point tensor ({weight.shape[0]},) or None, got {describe(bias)}")
+    if tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"bias must have shape ({weight.shape[0]},), one per output channel, got {describe(bias)}")
-    for name, value in (("weight", weight), ("bias", bias)):
-        if value is None:
-            continue
-        if value.device != images.device:
-            raise ValueError(f"{name} must be on the device of the images, {images.device}, got {describe(value)}")
-        if value.dtype != images.dtype and not torch.is_autocast_enabled(images.device.type):
-            raise ValueError(f"{name} must have the dtype of the images, {images.dtype}, got {describe(value)}")
+
+
+def _check_like_images(name: str, value: Tensor, images: Tensor) -> None:
+    check_dense(name, value)
+    if value.device != images.device:
+        raise ValueError(f"{name} must be on the device of the images, {images.device}, got {describe(value)}")
+    if value.dtype != images.dtype and not torch.is_autocast_enabled(images.device.type):
+        raise ValueError(f"{name} must have the dtype of the images, {images.dtype}, got {describe(value)}")
 
 
 def check_windows(conv: Convolution, images: tuple[int, ...]) -> None:

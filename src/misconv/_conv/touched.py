@@ -48,8 +48,7 @@ def respond(p: MFA, conv: Convolution, norm: Affine | None, activation: Activati
     ``f(norm(M μ_0 + b))`` in windows that miss nothing, bit for bit what a network computes for complete images, and
     ``Σ_k π_k E[f(N(m_k, σ_k²))]`` in the others.
     """
-    size = conv.size(p.shape[2:])
-    if p.observed is None or min(size) < 1:
+    if p.observed is None:
         return None
     missing = ~(p.observed.all(1) if p.observed.shape[1] > 1 else p.observed.squeeze(1))  # (B, H, W)
     parts = (p.logits, p.means, p.factors, p.noise, conv.weight, conv.bias)
@@ -59,10 +58,8 @@ def respond(p: MFA, conv: Convolution, norm: Affine | None, activation: Activati
     listed = torch.ones_like(missing) if split else missing
     tiles: _Tiles | None = None
     if missing.count_nonzero():  # several times as fast as any
-        if torch.is_autocast_enabled("cpu") or p.dtype not in (torch.float32, torch.float64):
-            return None  # half precision has its own rounding
-        tiles = _cut_tiles(missing, listed, conv, size)
-        if tiles.share > _MOST[learning]:
+        tiles = _cut_tiles(missing, listed, conv) if _is_single_or_double(p) else None
+        if tiles is None or tiles.share > _MOST[learning]:
             return None
 
     first = p.means.narrow(1, 0, 1).reshape(-1, *p.shape[1:])  # (B, C, H, W)
@@ -97,22 +94,27 @@ def respond(p: MFA, conv: Convolution, norm: Affine | None, activation: Activati
     for chunk in tiles.split((_MORE if learning else 1) * at_once):
         which, place = chunk.windows()
         mean = response.permute(0, 2, 3, 1)[place].unsqueeze(1)  # (N, 1, O), the mean of the first component
-        repeated = None if border is None else _repeated(border, which, place, size)
+        repeated = None if border is None else _repeated(border, which, place, response.shape[2:])
         mean, variance = _moments(p, mean, moved(chunk), which, slope, repeated)
-        expected, open_ = _expected(p, function, mean, variance, place[0])
+        expected, differ = _expected(p, function, mean, variance, place[0])
         # Other groups may miss nothing of a window: their bits are those of a plain activation, in its own place.
         agreed = plain[place]
         if learning and mean.shape[1] > 1:
-            # Where weights are zero components agree by chance; the gradients are those of all of them all the same.
+            # Where weights are zero components agree by chance; the gradients are still those of all of them.
             gradient = torch.where(expected.isfinite(), expected, 0)
             agreed = agreed.detach() + (gradient - gradient.detach())
-        rows.append(torch.where(open_, expected, agreed))
+        rows.append(torch.where(differ, expected, agreed))
         places.append(place)
     windows = tuple(torch.cat(t) for t in zip(*places, strict=True))
     return plain.index_put(windows, torch.cat(rows)).permute(0, 3, 1, 2)
 
 
-def _repeated(border: Border, which: Tensor, place: tuple[Tensor, ...], size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def _is_single_or_double(p: MFA) -> bool:
+    """Half precision has its own rounding, which is that of the plain path."""
+    return p.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
+
+
+def _repeated(border: Border, which: Tensor, place: tuple[Tensor, ...], size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Those of some windows in which padding repeats a pixel, (M,), and the variance of their noise, (M, K, O)."""
     image, row, column = place
     number = torch.full((size[0] * size[1],), -1, dtype=torch.long, device=which.device)
@@ -187,12 +189,13 @@ class _Tiles(NamedTuple):
         return index, (image, row + within // self.size[1], column + within % self.size[1])
 
 
-def _cut_tiles(missing: Tensor, listed: Tensor, conv: Convolution, size: tuple[int, int]) -> _Tiles:
+def _cut_tiles(missing: Tensor, listed: Tensor, conv: Convolution) -> _Tiles:
     """The touched tiles of the response to images whose pixels (B, H, W) are partly missing, with the listed ones.
 
     The tiles of an image begin where its touched windows do, and are as large as these allow.
     """
     kernel, stride, dilation, around, mode = conv.kernel, conv.strides, conv.dilations, conv.margins, conv.padding_mode
+    size = conv.size(missing.shape[1:])
     reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]  # pixels under a window
     number = listed.flatten().cumsum(0, dtype=torch.int32).view(listed.shape).mul_(listed)  # (B, H, W), from 1
     seen = [(n - 1) * s + r for n, s, r in zip(size, stride, reach, strict=True)]  # pixels under all windows

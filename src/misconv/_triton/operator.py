@@ -85,11 +85,8 @@ def respond(
         if plan is not None and not compiling:  # logging cannot be traced
             warn_plain_path(plan)
         return None
-    if norm is not None:  # an affine map of the response is one of weights and bias
-        slope, offset = norm.coefficients()
-        weight = weight * slope.to(weight.dtype).view(-1, 1, 1, 1)
-        offset = offset.to(weight.dtype)
-        bias = offset.expand(weight.shape[0]) if bias is None else bias * slope.to(weight.dtype) + offset
+    if norm is not None:
+        weight, bias = _with_norm(weight, bias, norm)
     density = (p.logits, p.means, p.factors, p.noise)
     if torch.are_deterministic_algorithms_enabled() and any(t.requires_grad for t in density):
         if not compiling:
@@ -99,6 +96,14 @@ def respond(
         result: Tensor = torch.ops.misconv.expected_conv2d(*density, observed, weight, bias, *_packed(plan.settings))
         return result
     return expected_conv2d(plan, plain_path, *density, observed, weight, bias)
+
+
+def _with_norm(weight: Tensor, bias: Tensor | None, norm: Affine) -> tuple[Tensor, Tensor]:
+    """An affine map of the response is one of weights and bias."""
+    slope, offset = norm.coefficients()
+    weight = weight * slope.to(weight.dtype).view(-1, 1, 1, 1)
+    offset = offset.to(weight.dtype)
+    return weight, offset.expand(weight.shape[0]) if bias is None else bias * slope.to(weight.dtype) + offset
 
 
 @lru_cache(4096)

@@ -36,8 +36,8 @@ class Settings(NamedTuple):
     dtype: torch.dtype  # of the output
 
 
-class _Way(NamedTuple):
-    """How work is cut up: the best of a few that were timed on an H200."""
+class _Tiling(NamedTuple):
+    """How the work is cut into tiles: the best of a few that were timed on an H200."""
 
     pixels: int  # of a tile of the output
     taps: int  # of a window at a time
@@ -49,14 +49,14 @@ class _Way(NamedTuple):
 # By whether windows are small; backward also by whether gradients of pixels are asked for.
 _SMALL = 32  # taps
 _FORWARD = {
-    True: _Way(64, 32, 1, {"num_warps": 4, "maxnreg": 128}),
-    False: _Way(64, 32, 1, {"num_warps": 4}),
+    True: _Tiling(64, 32, 1, {"num_warps": 4, "maxnreg": 128}),
+    False: _Tiling(64, 32, 1, {"num_warps": 4}),
 }
 _BACKWARD = {
-    (True, False): _Way(64, 32, 1, {"num_warps": 4, "maxnreg": 168}, 3),
-    (True, True): _Way(32, 32, 4, {"num_warps": 4}, 2),
-    (False, False): _Way(32, 64, 4, {"num_warps": 4}, 2),
-    (False, True): _Way(32, 64, 4, {"num_warps": 4}, 2),
+    (True, False): _Tiling(64, 32, 1, {"num_warps": 4, "maxnreg": 168}, 3),
+    (True, True): _Tiling(32, 32, 4, {"num_warps": 4}, 2),
+    (False, False): _Tiling(32, 64, 4, {"num_warps": 4}, 2),
+    (False, True): _Tiling(32, 64, 4, {"num_warps": 4}, 2),
 }
 _MOST_CHANNELS = 64  # of the output, likewise
 _LARGEST_BOX = 2048  # pixels that are read at a time, in as many channels as fit
@@ -214,42 +214,42 @@ class Plan:
 
     def _forward(self, strides: _Shape) -> tuple[Launch, Tensor, _Shape]:
         """The launch, its table of taps, and the strides of the output."""
-        s, batch, way = self.settings, self.means[0], _FORWARD[self.small]
-        (across, tiles), parts, _, constants, table = self._cut(way)
+        s, batch, tiling = self.settings, self.means[0], _FORWARD[self.small]
+        (across, tiles), parts, _, constants, table = self._tiles(tiling)
         numbers = (*self.means[3:], *s.size, across, tiles, *strides, s.low, s.high)
         grid, arguments = (batch * tiles, parts, 1), (*numbers, *constants)
-        launch = Launch(forward_kernel, self.device, grid, arguments, num_stages=1, **way.options)
+        launch = Launch(forward_kernel, self.device, grid, arguments, num_stages=1, **tiling.options)
         return launch, table, strides
 
     def backward(self, strides: _Shape, needed: tuple[bool, ...]) -> tuple[Any, ...]:
-        """The launch, its table of taps, the number of programs, and what `_cut` says of blocks."""
+        """The launch, its table of taps, the number of programs, and what `_tiles` says of blocks."""
         found = self._backward.get((strides, needed))
         if found is not None:
             return found
-        s, batch, way = self.settings, self.means[0], _BACKWARD[self.small, any(needed[2:])]
-        (across, tiles), parts, blocks, constants, table = self._cut(way)
+        s, batch, tiling = self.settings, self.means[0], _BACKWARD[self.small, any(needed[2:])]
+        (across, tiles), parts, blocks, constants, table = self._tiles(tiling)
         cuda = self.device.type == "cuda"
         cores = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 2
-        programs = max(1, min(batch * tiles, way.programs * cores // parts))
+        programs = max(1, min(batch * tiles, tiling.programs * cores // parts))
         numbers = (batch, *self.means[3:], *s.size, across, tiles, *strides, s.low, s.high)
         grid, arguments = (programs, parts, 1), (*numbers, *constants, *needed)
-        launch = Launch(backward_kernel, self.device, grid, arguments, num_stages=1, **way.options)
+        launch = Launch(backward_kernel, self.device, grid, arguments, num_stages=1, **tiling.options)
         self._backward[strides, needed] = launch, table, programs, blocks
         return self._backward[strides, needed]
 
-    def _cut(self, way: _Way) -> tuple[tuple[int, int], int, tuple[int, int, int], Any, Tensor]:
+    def _tiles(self, tiling: _Tiling) -> tuple[tuple[int, int], int, tuple[int, int, int], Any, Tensor]:
         """Tiles across and in all; parts of the channels; blocks of taps; the constants of a kernel; its table.
 
         Of the taps: the number of chunks, the taps in one, and the places that the backward kernel keeps for them.
         """
         s, kernel, channels = self.settings, self.weight[2:], self.weight[1]
         out = self.weight[0] // s.groups
-        tile = _tile(way.pixels, kernel, s)
+        tile = _tile(tiling.pixels, kernel, s)
         box = _box(tile, kernel, s)
         chunk = min(channels, max(1, _LARGEST_BOX // (box[0] * box[1])))
         taps = chunk * kernel[0] * kernel[1]
         block_o = min(max(power(out), 16), _MOST_CHANNELS)
-        block_t = min(max(power(taps), 16), way.taps)
+        block_t = min(max(power(taps), 16), tiling.taps)
         constants = (
             self.means[1],
             self.rank,
@@ -267,7 +267,7 @@ class Plan:
             *tile,
             *box,
             chunk,
-            min(power(self.rank), way.stack),
+            min(power(self.rank), tiling.stack),
             block_o,
             block_t,
             power(chunk * box[0] * box[1]),
