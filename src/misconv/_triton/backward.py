@@ -1,6 +1,6 @@
 """The gradients of the fused convolution as one Triton kernel, which computes the moments again.
 
-Tiles, boxes and windows are those of `_triton_conv`.
+Tiles, boxes and windows are those of `forward`.
 """
 
 from __future__ import annotations
