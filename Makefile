@@ -1,9 +1,10 @@
-# make demo   fit, train and compare on handwritten digits; writes a report to open in a browser
-# make test   lint, types, the core's tests, then all other tests and doctests (what CI runs)
-# make lint   ruff and mypy alone
-# make bench  time what is meant to be fast, against what it replaces
-# make fuzz   look for defects with random cases, for MINUTES (10 if not given)
-# make docs   measure what the documents state and draw their pictures
+# make demo       fit, train and compare on handwritten digits; writes a report to open in a browser
+# make test       lint, types, the core's tests, then all other tests and doctests (what CI runs)
+# make test-gpu   the tests once more, on a GPU
+# make lint       ruff and mypy alone
+# make bench      time what is meant to be fast, against what it replaces
+# make fuzz       look for defects with random cases, for MINUTES (10 if not given)
+# make docs       measure what the documents state and draw their pictures
 # Everything happens in .venv, which any target creates with the pinned versions of constraints.txt. With
 # CONSTRAINTS=constraints-oldest.txt it happens in .venv-oldest, with the oldest torch that we support.
 
@@ -14,7 +15,7 @@ CONSTRAINTS ?= constraints.txt
 VENV        := .venv$(patsubst constraints%.txt,%,$(notdir $(CONSTRAINTS)))
 BIN         := $(VENV)/bin
 
-.PHONY: demo test lint bench fuzz docs clean
+.PHONY: demo test test-gpu lint bench fuzz docs clean
 .DELETE_ON_ERROR:
 
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
@@ -32,6 +33,11 @@ lint: $(VENV)/installed
 test: $(if $(filter constraints.txt,$(CONSTRAINTS)),lint,$(VENV)/installed)
 	$(BIN)/python -m pytest --numprocesses auto --quiet --part core
 	$(BIN)/python -m pytest --numprocesses auto --quiet --part rest
+
+# Processes share the one GPU, so there are few of them.
+test-gpu: $(VENV)/installed
+	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "test-gpu needs a GPU, and torch sees none here")'
+	$(BIN)/python -m pytest --device cuda --numprocesses 4 --quiet tests
 
 demo: $(VENV)/installed
 	$(BIN)/misconv demo --out misconv-demo --overwrite

@@ -97,6 +97,12 @@ def compiler(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
+def without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32 with all its bits: convolutions on a GPU, torch's and ours, may else round to TF32, which has eleven."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.fixture
 def values_are_checked(request: pytest.FixtureRequest) -> None:
     """A look at values makes a GPU wait, so only on the CPU is it taken without being asked for."""
     if request.config.getoption("--device") != "cpu":

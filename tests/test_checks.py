@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from misconv import _checks as checks
+from misconv._checks import tensors as checks
 from tests.reference import random_mfa
 
 

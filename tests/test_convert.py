@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -18,7 +19,7 @@ from torch import Tensor, distributed, nn
 import misconv
 from misconv import MFA, ConvDMFA
 from misconv.convert import Converted, convert
-from tests.reference import random_mfa
+from tests.reference import random_mfa, same
 
 NAN = float("nan")
 
@@ -238,6 +239,7 @@ def test_other_readers_of_the_image_are_told() -> None:
 # Torchvision ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("without_tf32")
 @pytest.mark.parametrize(
     ("name", "side", "stem"),
     [
@@ -267,7 +269,7 @@ def test_torchvision(name: str, side: int, stem: str) -> None:
         torch.testing.assert_close(ours, model(x), rtol=1e-4, atol=1e-5)
     net.eval()
     net.network.load_state_dict(model.state_dict())
-    assert torch.equal(net(x), model.eval()(x))
+    assert same(net(x), model.eval()(x))
     x[:, :, 10:30] = NAN
     assert net(x).isfinite().all()
 
@@ -291,7 +293,8 @@ def test_attention_takes_its_fast_path_as_before() -> None:
     torch.set_default_device(None)
     try:
         net = convert(model, stem="conv_proj")
-        with torch.no_grad():
+        # A fused kernel would round the first convolution in its own way; without it a GPU has the same bits too.
+        with torch.no_grad(), contextlib.nullcontext() if x.device.type == "cpu" else misconv.plain():
             assert torch.equal(net(x), model(x))
         assert torch._C._len_torch_function_stack() == 0
         assert not torch.overrides.has_torch_function((x,))
@@ -524,7 +527,7 @@ def test_channels_last_and_autocast() -> None:
     with torch.autocast(x.device.type, torch.bfloat16):
         half = net(x, observed)
         assert half.dtype == torch.bfloat16
-        assert torch.equal(net(x), model(x))
+        assert same(net(x), model(x))
     torch.testing.assert_close(half.float(), expected, rtol=0.1, atol=0.1)
 
 

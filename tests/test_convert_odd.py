@@ -413,6 +413,7 @@ def test_modes_of_torch_functions_behind_the_stem() -> None:
         torch.set_default_device(default)
 
 
+@pytest.mark.usefixtures("without_tf32")
 def test_flex_attention_behind_the_stem(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention import flex_attention as module
     from torch.nn.attention.flex_attention import flex_attention
@@ -425,12 +426,12 @@ def test_flex_attention_behind_the_stem(monkeypatch: pytest.MonkeyPatch) -> None
 
     model = Net(forward).eval()
     model.conv = nn.Conv2d(3, 16, 3)
-    model = model.float()
+    model, x = model.float(), torch.rand(1, 3, 8, 8, dtype=torch.float32)
     default = torch.get_default_device()
     torch.set_default_device(None)
     try:
         with torch.no_grad():
-            net, x = convert(model), torch.rand(1, 3, 8, 8, dtype=torch.float32)
+            net = convert(model)
             torch.testing.assert_close(net(x), model(x))
     finally:
         torch.set_default_device(default)

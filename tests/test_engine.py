@@ -647,7 +647,7 @@ def test_what_cannot_be_captured_is_trained_all_the_same(
             value, figures = inner(model, indices)
             if fails and torch.cuda.is_current_stream_capturing():
                 raise Crash
-            float(value)
+            value.item()
             return value, figures
 
         one.loss = loss

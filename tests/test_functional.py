@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from misconv import MFA, MisConv2d, plain
+from misconv._conv import Convolution
+from misconv._conv.border import border_noise
 from misconv._math.expectations import expectation_of_spread
-from misconv._math.padding import border_noise
 from misconv.functional import batch_norm_moments, conv2d_moments, expected_conv2d, partial_conv2d
-from tests.reference import dense_moments, integrate, random_mfa, tolerance
+from tests.reference import dense_moments, integrate, random_mfa, same, tolerance
 from tests.strategies import Case, cases
 
 # torch warns of the copy it makes for "same" padding with an even kernel.
@@ -49,11 +50,13 @@ def test_repeated_pixels_of_other_padding_modes_are_exact(case: Case) -> None:
 def test_only_border_windows_are_computed_again() -> None:
     """6 of 224 rows and columns of a 7×7 convolution: nothing of the size of all windows times all pairs of taps."""
     noise, weight = torch.rand(1, 1, 2, 224, 224), torch.randn(3, 2, 7, 7)
-    border = border_noise(noise, weight, 1, 3, 1, 1, "reflect")
+    border = border_noise(noise, Convolution(weight, None, 1, 3, 1, 1, "reflect"))
     assert border is not None
     assert border.variance.shape == (1, 1, 3, 224**2 - 218**2)
-    assert border_noise(noise, weight, 1, 3, 1, 1, "circular") is None  # it repeats nothing in so large an image
-    assert border_noise(noise, weight, 1, 0, 1, 1, "reflect") is None
+    assert (
+        border_noise(noise, Convolution(weight, None, 1, 3, 1, 1, "circular")) is None
+    )  # it repeats nothing in so large an image
+    assert border_noise(noise, Convolution(weight, None, 1, 0, 1, 1, "reflect")) is None
 
 
 def test_weights_of_a_repeated_pixel_that_cancel_leave_their_sum() -> None:
@@ -132,6 +135,7 @@ def test_gradients(mode: str, components: int) -> None:
     assert torch.autograd.gradcheck(run, inputs, nondet_tol=1e-12)
 
 
+@pytest.mark.usefixtures("without_tf32")
 @pytest.mark.parametrize("context", [plain, contextlib.nullcontext])
 def test_the_gradient_in_logits_keeps_its_digits_far_from_zero(context: Any) -> None:
     """It is a difference of components, which here is known exactly; of products with weights little would remain."""
@@ -166,7 +170,7 @@ def test_autocast(type_: torch.dtype) -> None:
     with torch.autocast(device, dtype=type_):
         inside = expected_conv2d(p, conv.weight, conv.bias)
         complete = expected_conv2d(MFA.point(p.mean), conv.weight, conv.bias)
-        assert torch.equal(complete, torch.relu(conv(p.mean)))
+        assert same(complete, torch.relu(conv(p.mean)))
         variance = conv2d_moments(p, conv.weight)[1]
     assert inside.dtype == type_
     assert variance.dtype == torch.float32
@@ -205,6 +209,35 @@ def scaled(p: MFA, scale: float) -> list[Tensor]:
     return [t.to(torch.float32) for t in (p.logits, p.means * scale, p.factors * scale, noise)]
 
 
+class Truth:
+    """What a convolution must say of mean and deviation (B, K, O, H', W'), relative to `size`.
+
+    Of the fused kernels of a GPU no more is asked than docs/maths.md says: they form variances in float32, which below
+    σ = 1e-19 fade out, and the response counts as certain; beyond 1.8e19 it is infinite.
+    """
+
+    def __init__(self, activation: str, mean: Tensor, spread: Tensor, weights: Tensor, *, fused: bool) -> None:
+        certain = (spread > 0) & (spread < 1.2e-19) & fused
+        each = expectation_of_spread(activation, mean, spread.masked_fill(certain, 0))
+        self.value = torch.einsum("bk,bkohw->bohw", weights, each)
+        # Subnormal variances are lost one after the other, the last at 3e-23; E[ReLU(Z)] − ReLU(m) is 0.4 σ at most.
+        self.slack = torch.einsum("bk,bkohw->bohw", weights, 0.4 * spread * (certain & (spread > 3e-23)))
+        self.infinite = (spread > 1.9e19).any(1) & fused
+        self.finite = (spread < 1.7e19).all(1) | (not fused)
+        self.whole = self.finite & ~certain.any(1)  # with a gradient to compare
+
+    def holds(self, y: Tensor, size: Tensor, bound: float) -> bool:
+        error = (((y - self.value).abs() - self.slack) / size)[self.finite]
+        return bool((error < bound).all() and (y[self.infinite] == torch.inf).all())
+
+
+def fused(activation: str, mode: str = "zeros") -> bool:
+    """Whether a kernel computes it, in float32."""
+    known = activation in ("relu", "gelu", "leaky_relu") and mode == "zeros"
+    return known and torch.get_default_device().type == "cuda"
+
+
+@pytest.mark.usefixtures("without_tf32")
 @pytest.mark.parametrize("mode", ["zeros", "reflect"])
 @pytest.mark.parametrize("activation", ["relu", "gelu", "elu", "hardswish", "leaky_relu"])
 @pytest.mark.parametrize("scale", [1e-20, 1e-15, 1e-7, 1.0, 1e7, 1e15, 1e20])
@@ -221,12 +254,11 @@ def test_images_in_any_unit_keep_the_digits_of_float32(scale: float, activation:
     conv.weight.data.copy_(weight)
     exact = MFA(*(t.to(torch.float64) for t in parts), observed)
     mean, variance = dense_moments(exact, conv.double())
-    oracle = expectation_of_spread(activation, mean, variance.clamp_min(0).sqrt())
-    oracle = torch.einsum("bk,bkohw->bohw", exact.weights, oracle)
-    size = (mean.abs() + variance.clamp_min(0).sqrt()).amax((0, 1, 3, 4)).view(-1, 1, 1)
-    direction = torch.randn(oracle.shape)
+    spread = variance.clamp_min(0).sqrt()
+    size = (mean.abs() + spread).amax((0, 1, 3, 4)).view(-1, 1, 1)
+    everywhere = torch.randn(2, 3, 9, 9)
 
-    def run(type_: torch.dtype) -> tuple[Tensor, ...]:
+    def run(type_: torch.dtype, direction: Tensor) -> tuple[Tensor, ...]:
         leaves = [t.to(type_).requires_grad_() for t in (*(t.clone() for t in parts), weight.clone())]
         p = MFA(*leaves[:4], observed)
         y = expected_conv2d(p, leaves[4], None, 1, 1, padding_mode=mode, activation=activation)
@@ -234,15 +266,20 @@ def test_images_in_any_unit_keep_the_digits_of_float32(scale: float, activation:
         # By a share of each parameter, which has no unit.
         return y.detach(), *(t.grad * t.detach() for t in leaves[1:])  # type: ignore[operator]
 
-    references = run(torch.float64)
-    for context in (plain, contextlib.nullcontext):
+    for context, kernel in ((plain, False), (contextlib.nullcontext, fused(activation, mode))):
+        truth = Truth(activation, mean, spread, exact.weights, fused=kernel)
+        direction = everywhere * truth.whole
+        _, *references = run(torch.float64, direction)
         with context():
-            y, *gradients = run(torch.float32)
-        assert ((y - oracle).abs() / size).max() < 3e-6
-        for ours, expected in zip(gradients, references[1:], strict=True):
+            y, *gradients = run(torch.float32, direction)
+        assert truth.holds(y, size, 3e-6)
+        if truth.infinite.any():
+            continue  # its gradient is none
+        for ours, expected in zip(gradients, references, strict=True):
             assert (ours - expected).abs().max() < 1e-4 * expected.abs().max() + 1e-6
 
 
+@pytest.mark.usefixtures("without_tf32")
 def test_an_outlier_takes_nothing_from_the_rest_of_its_image() -> None:
     """One missing pixel varies by 1e20 and the others by 1; one image by 1e-15 and the next by 1e15."""
     observed = torch.rand(2, 1, 9, 9) < 0.5
@@ -257,11 +294,10 @@ def test_an_outlier_takes_nothing_from_the_rest_of_its_image() -> None:
     parts = [t.float() for t in (p.logits, p.means, p.factors, p.noise)]
     exact = MFA(*(t.double() for t in parts), observed)
     mean, variance = dense_moments(exact, conv)
-    oracle = expectation_of_spread("relu", mean, variance.sqrt())[:, 0]
+    truth = Truth("relu", mean, variance.sqrt(), exact.weights, fused=fused("relu"))
     y = expected_conv2d(MFA(*parts, observed), conv.weight.float(), conv.bias.float())
-    size = (mean.abs() + variance.sqrt())[:, 0]
-    assert y.isfinite().all()
-    assert ((y - oracle).abs() / size).max() < 1e-5
+    assert truth.finite[1].all()
+    assert truth.holds(y, (mean.abs() + variance.sqrt())[:, 0], 1e-5)
 
 
 def test_variances_beyond_float32_are_infinite_or_zero_and_never_nan() -> None:

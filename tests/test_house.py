@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib.metadata
 import re
 import subprocess
@@ -21,18 +22,18 @@ ROOT = SOURCE.parents[1]
 MAY_IMPORT = {
     "_version": set(),
     "_backend": {"torch"},
-    "_checks": {"torch", "numpy"},
+    "_checks": {"torch", "numpy", "_backend"},
     "_math": {"torch", "_checks"},
-    "_triton": {"torch", "triton", "_backend", "_math", "functional", "mfa"},
+    "_triton": {"torch", "triton", "_backend", "_math"},
     "missing": {"torch", "numpy", "_checks"},
     "mfa": {"torch", "_backend", "_checks", "_math", "_triton"},
     "_conv": {"torch", "_backend", "_checks", "_math", "_triton", "mfa"},
-    "functional": {"torch", "_backend", "_triton", "_checks", "_conv", "_math", "mfa"},
+    "functional": {"torch", "_checks", "_conv", "_math", "mfa"},
     "layers": {"torch", "_checks", "_conv", "_math", "functional", "mfa"},
     "_density": {"torch", "_checks", "_math", "mfa"},
     "density": {"torch", "_checks", "_density", "_math", "mfa"},
     "impute": {"torch", "_checks", "mfa"},
-    "_convert": {"torch", "_backend", "_conv", "_math", "functional", "mfa"},
+    "_convert": {"torch", "_backend", "_conv", "_math", "mfa"},
     "convert": {"torch", "_backend", "_checks", "_convert", "mfa"},
     "predict": {"torch", "_checks", "mfa"},
     "_transforms": {"torch", "torchvision"},
@@ -106,6 +107,21 @@ def test_who_may_import_whom(name: str) -> None:
             assert first == room or not rest or not first.startswith("_"), f"{name} imports {found}, and not its door"
         else:
             assert found.split(".")[0] in allowed | set(sys.stdlib_module_names), f"{name} imports {found}"
+
+
+def test_imports_have_an_order() -> None:
+    """No circles, those by imports inside functions included: there is an order in which all could be imported."""
+    graph = {name: own(path) - {name} for name, path in MODULES.items()}
+    order = list(graphlib.TopologicalSorter(graph).static_order())
+    assert order.index("mfa") < order.index("_conv.__init__") < order.index("functional") < order.index("layers")
+
+
+def test_a_circle_would_be_found(tmp_path: Path) -> None:
+    """Also one that is closed inside a function."""
+    (tmp_path / "a.py").write_text("def f():\n    from misconv import mfa\n")
+    assert own(tmp_path / "a.py") == {"mfa"}
+    with pytest.raises(graphlib.CycleError):
+        list(graphlib.TopologicalSorter({"mfa": {"a"}, "a": own(tmp_path / "a.py")}).static_order())
 
 
 def test_the_core_imports_with_torch_numpy_and_safetensors_alone() -> None:

@@ -359,9 +359,9 @@ def test_what_is_trained_on_and_what_chooses(method: str, tmp_path: Path, monkey
     images = tiny()
     full = images.train.float() / 255
     expected = full if method == "gt" else full * experiment.train.observed
-    assert torch.equal(inputs(torch.arange(108)).mean, expected[rows])
+    assert torch.equal(inputs(torch.arange(108, device=rows.device)).mean, expected[rows])
     assert torch.equal(labels, images.train_labels[rows])
-    assert torch.equal(more["validation_inputs"](torch.arange(12)).mean, expected[held])
+    assert torch.equal(more["validation_inputs"](torch.arange(12, device=held.device)).mean, expected[held])
     assert torch.equal(more["validation_labels"], images.train_labels[held])
     if method == "gt":
         assert record["accuracy_incomplete"] == record["accuracy_complete"]

@@ -149,7 +149,7 @@ def test_components_without_weight_are_left_out(weights: tuple[float, float, flo
     """Of every second image; of the others all three count. What the layer says does not change by one float32."""
 
     def density(x: Tensor, observed: Tensor) -> MFA:
-        generator = torch.Generator().manual_seed(int(x.sum() * 1000))
+        generator = torch.Generator(x.device).manual_seed(int(x.sum() * 1000))
         batch, (channels, height, width) = len(x), SHAPE
         logits = torch.zeros(batch, 3)
         logits[::2] = torch.tensor(weights)

@@ -402,13 +402,13 @@ def test_the_page_needs_records(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def published() -> list[Record]:
-    files = sorted((ROOT / "results").glob("*.json"))
+    files = sorted((ROOT / "results" / "paper").glob("*.json"))
     return [record for file in files for record in json.loads(file.read_text(encoding="utf-8"))["records"]]
 
 
 def test_the_page_shows_what_is_published() -> None:
     page = runpy.run_path(str(ROOT / "tools" / "results.py"))
-    sources = page["read"](ROOT / "results")
+    sources = page["read"](ROOT / "results" / "paper")
     names = (*page["FIGURES"], "results.png", "ablation.png")
     pictures = {name: (ROOT / "docs" / "pictures" / name).exists() for name in names}
     assert all(pictures.values())

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from misconv import MFA, MisConv2d, missing
 from misconv._backend import plain
+from misconv._conv import Convolution, fixed_batch_norm, respond
 from misconv._conv import touched as _touched
-from misconv.functional import expected_activation, expected_conv2d, fixed_batch_norm, respond
+from misconv.functional import expected_activation, expected_conv2d
 from tests.reference import random_mfa, tolerance
 from tests.strategies import Case, cases
 
@@ -125,7 +126,7 @@ def test_every_activation_behind_a_normalization(served: Served, name: str, comp
     activation = activation.to(p.dtype) if isinstance(activation, nn.Module) else activation
     scale, shift = torch.randn(6, requires_grad=True), torch.randn(6, requires_grad=True)
     norm = fixed_batch_norm(torch.randn(6), torch.rand(6) + 0.5, scale, shift, 1e-5)
-    arguments = (conv.weight, conv.bias, 1, 1, 1, 1, "zeros", norm, activation)
+    arguments = (Convolution.of(conv), norm, activation)
     parameters = tuple(activation.parameters()) if isinstance(activation, nn.Module) else ()
     compare(lambda: respond(p, *arguments), *learning(p), *conv.parameters(), scale, shift, *parameters)
     with torch.no_grad():

@@ -28,7 +28,7 @@ def _single_precision() -> None:
 
 def images(count: int = 96) -> tuple[Tensor, Tensor]:
     x, _ = data.digits()
-    return x[:count], missing.square(count, 8, 8, generator=torch.Generator().manual_seed(0))
+    return x[:count], missing.square(count, 8, 8, generator=torch.Generator().manual_seed(0), device=x.device)
 
 
 def small(components: int = 1) -> ConvDMFA:
@@ -107,7 +107,7 @@ def test_only_what_was_hidden_is_scored() -> None:
             return p.fix(x, known)
 
     history = fit_density(Spy(), x, observed, epochs=1, learning_rate=0.0, validation=0, batch_size=96, progress=False)
-    batch, known = (t.cpu() for t in calls[0])
+    x, observed, batch, known = (t.cpu() for t in (x, observed, *calls[0]))
     order = [int((x == image).flatten(1).all(1).nonzero()[0]) for image in batch]
     target = observed[order] & ~known
     assert not (known & ~observed[order]).any()
@@ -118,7 +118,7 @@ def test_only_what_was_hidden_is_scored() -> None:
 def test_on_digits_the_network_beats_the_mixture_and_that_beats_independent_pixels() -> None:
     """Held-out NLL of hidden pixels; three components, all of them in use."""
     x, _ = data.digits()
-    observed = missing.square(len(x), 8, 8, generator=torch.Generator().manual_seed(1))
+    observed = missing.square(len(x), 8, 8, generator=torch.Generator().manual_seed(1), device=x.device)
     train, test = slice(0, 1400), slice(1400, None)
     known = missing.hide(observed[test], generator=torch.Generator().manual_seed(2))
     target = observed[test] & ~known
@@ -519,7 +519,7 @@ class Classifier(nn.Module):
 def test_a_classifier_learns_from_densities_and_resumes(tmp_path: Path) -> None:
     x, labels = data.digits()
     x, labels = x[:600], labels[:600]
-    observed = missing.square(600, 8, 8, generator=torch.Generator().manual_seed(0))
+    observed = missing.square(600, 8, 8, generator=torch.Generator().manual_seed(0), device=x.device)
     with torch.no_grad():
         p = SMFA(3, 2).fit(x, observed, iterations=10)(x, observed)
     arguments = {

@@ -368,8 +368,9 @@ def test_integers_and_jpeg_cannot_say_what_is_missing() -> None:
             F.to_dtype(image, dtype, scale=dtype != torch.bool)
     with pytest.raises(TypeError, match="jpeg needs an image of uint8, in which no pixel can be missing, got"):
         F.jpeg(image, 90)
-    integers = Incomplete(torch.randint(256, (3, 16, 16), dtype=torch.uint8, device="cpu"))
-    assert torch.equal(plain(F.jpeg(integers, 90)), plain(F.jpeg(tv_tensors.Image(plain(integers)), 90)))
+    with torch.device("cpu"):  # torchvision puts its tensors on the default device, and decodes on the CPU alone
+        integers = Incomplete(torch.randint(256, (3, 16, 16), dtype=torch.uint8))
+        assert torch.equal(plain(F.jpeg(integers, 90)), plain(F.jpeg(tv_tensors.Image(plain(integers)), 90)))
     whole = Incomplete(torch.rand(3, 4, 4))
     assert torch.equal(
         plain(F.to_dtype(whole, torch.uint8, scale=True)),

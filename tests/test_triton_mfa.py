@@ -123,9 +123,11 @@ def test_what_is_not_scored_is_never_read() -> None:
 
 
 def test_no_scored_pixel_has_probability_one() -> None:
-    tensors = problem(2, 3)
+    tensors = problem(3, 3)
     tensors[5] = torch.zeros_like(tensors[5])
-    assert log_prob(tensors).tolist() == [0, 0]
+    for _ in range(10):  # exactly, whatever the weights
+        tensors[0] = torch.randn_like(tensors[0])
+        assert log_prob(tensors).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -138,7 +140,7 @@ def test_noise_below_the_floor_counts_as_the_floor_and_has_no_gradient(rank: int
     tensors[3][..., 1, :] = least[..., 1, :] / 3
     # Where two ways of rounding an ill-conditioned matrix can be told apart, values alone are compared.
     torch.testing.assert_close(log_prob(tensors), _likelihood.log_prob(*tensors), rtol=1e-6, atol=0)
-    tensors[3][..., 2, :] = least[..., 2, :]
+    tensors[3][..., 2, :] = least[..., 2, :] * (1 - 2.0**-50)  # a GPU may round that sum of squares another way
     tensors[3][..., 3:, :] = 1.1 * least[..., 3:, :]
     own = ready(tensors, torch.float64)
     slope = gradients(log_prob(own), own, torch.ones(2))[3]
@@ -292,7 +294,7 @@ def test_the_plain_path_serves_where_kernels_do_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(MFA, "device", property(lambda self: torch.device("cuda")))
-    _path.fall_back.cache_clear()
+    _path.warn_plain_path.cache_clear()
     p, x = random_mfa(2, 1, 2, (1, 3, 3)), torch.randn(2, 1, 3, 3)
     assert p._fused(x)
     assert not p[:0]._fused(x[:0])

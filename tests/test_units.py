@@ -5,6 +5,7 @@ Powers of two change no digit of a number, so that with them results are asked f
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from misconv import MFA, SMFA, ConvDMFA, LinearDMFA, impute
+from misconv import MFA, SMFA, ConvDMFA, LinearDMFA, impute, plain
 from misconv._math import likelihood as _likelihood
 from tests.reference import covariance, dense_condition, dense_log_prob, random_mfa
 from tests.strategies import mfas, observations
@@ -141,8 +142,11 @@ def test_some_pixels_without_noise_beside_noisy_ones(certain: int, unit: float) 
         unit * torch.cat([factors, last], 1).view(1, 1, 3, 1, 1, 21),
         unit**2 * torch.cat([noise, noise[-1:]]).view(1, 1, 1, 1, 21),
     )
-    q = p.condition(unit * torch.cat([x, x[:1]]).view(1, 1, 1, 21), seen)
-    torch.testing.assert_close(q.mean.flatten()[-1] / unit, y @ last.flatten(), rtol=1e-6, atol=1e-6)
+    # docs/maths.md: seven digits, of which fused kernels, without a look at what is left, have three to four.
+    for context, bound in ((plain, 1e-6), (contextlib.nullcontext, 1e-6 if p.device.type == "cpu" else 1e-3)):
+        with context():
+            q = p.condition(unit * torch.cat([x, x[:1]]).view(1, 1, 1, 21), seen)
+        torch.testing.assert_close(q.mean.flatten()[-1] / unit, y @ last.flatten(), rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize("type_", [torch.float32, torch.float64])

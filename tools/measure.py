@@ -20,7 +20,7 @@ from torch import Tensor
 
 import misconv
 from misconv import MFA
-from misconv._math.expectations import _NAMES, activation_module
+from misconv._math import ACTIVATIONS, activation_module
 from misconv._store import commit
 from misconv.functional import conv2d_moments, expected_activation, expected_conv2d
 
@@ -306,10 +306,10 @@ def measure_single() -> dict[str, Any]:
     variance = spread.square().expand_as(mean).contiguous()
     scale = torch.maximum(mean.abs().clamp_min(1), spread).double()
     rows = {}
-    for name in _NAMES:
+    for name in ACTIVATIONS:
         leaves = [mean.clone().requires_grad_(), variance.clone().requires_grad_()]
         single = expected_activation(name, leaves[0], leaves[1])
-        double = expected_activation(_NAMES[name]().double(), mean.double(), variance.double())
+        double = expected_activation(ACTIVATIONS[name]().double(), mean.double(), variance.double())
         # The identity does not depend on the variance at all.
         gradients = torch.autograd.grad(single.sum(), leaves, allow_unused=True)
         finite = all(bool(g.isfinite().all()) for g in gradients if g is not None)

@@ -1,6 +1,6 @@
 """Write `results.md` and draw its plots from the records of `misconv table`: `make docs` runs this.
 
-    python tools/results.py [--results results] [--out docs] [--benchmark FILE]
+    python tools/results.py [--results results/paper] [--out docs] [--benchmark FILE]
 
 FILE is what `misconv bench` wrote on a GPU. Trains and measures nothing itself; a table without records is left out.
 """
@@ -232,7 +232,7 @@ def page(sources: Mapping[str, list[Record]], benchmark: Mapping[str, Any] | Non
 
 def earlier() -> str:
     """What the classifiers of an earlier commit did on SVHN."""
-    runs = [r for found in read(ROOT / "results/earlier").values() for r in found]
+    runs = [r for found in read(ROOT / "results/paper/earlier").values() for r in found]
     paper = [r for r in runs if r["method"] != "misconv_plus"]
     shares = [max(r["accuracy_incomplete"], r["accuracy_complete"]) for r in paper]
     dead = sum(share < ONE_ANSWER for share in shares)
@@ -276,7 +276,7 @@ def repeat(records: Sequence[Record]) -> str:
         "The other tables by their numbers, what the ingredients are worth by the word `ablation`, and pictures like "
         "those above with images of the data set by the word `figures`. What is done is kept: a second call "
         "goes on where the first one stopped. "
-        "The settings of every run stand in its record, in [results](../results)."
+        "The settings of every run stand in its record, in [results/paper](../results/paper)."
     )
 
 
@@ -426,7 +426,7 @@ def legend(figure: Figure, any_printed: bool, star: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the records, draw, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--results", type=Path, default=ROOT / "results")
+    parser.add_argument("--results", type=Path, default=ROOT / "results" / "paper")
     parser.add_argument("--benchmark", type=Path, default=ROOT / "results" / "bench" / "layer-cuda.json")
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
     options = parser.parse_args(arguments)

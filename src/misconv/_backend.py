@@ -12,11 +12,12 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-__all__ = ["HAS_TRITON", "by_itself", "fall_back", "is_plain", "plain"]
+__all__ = ["HAS_TRITON", "LARGEST_RANK", "is_eager", "is_ordinary", "is_plain", "plain", "warn_plain_path"]
 
 # Triton comes with torch on Linux; looked for here, because torch.compile cannot trace a search.
 HAS_TRITON = find_spec("triton") is not None
-_ORDINARY = (Tensor, torch.nn.Parameter)
+LARGEST_RANK = 16  # of a density, for the kernels
+_ORDINARY = (Tensor, torch.nn.Parameter)  # others may be fake, or a wrapper that has no values
 _logger = logging.getLogger("misconv")
 _forced = int(os.environ.get("MISCONV_PLAIN", "0") not in ("", "0"))  # read once: a look at it costs a microsecond
 
@@ -47,7 +48,7 @@ def is_plain() -> bool:
     return _forced > 0
 
 
-def by_itself(*tensors: Tensor) -> bool:
+def is_eager(*tensors: Tensor) -> bool:
     """Whether these are ordinary tensors, with nobody tracing, transforming or differentiating forwards.
 
     Only then may values decide what is computed, or a kernel be launched that nobody else knows.
@@ -56,10 +57,15 @@ def by_itself(*tensors: Tensor) -> bool:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0:
         return False
+    return is_ordinary(*tensors)
+
+
+def is_ordinary(*tensors: Tensor) -> bool:
+    """Whether these are plain tensors or parameters, and no subclasses such as fake tensors."""
     return all(type(t) in _ORDINARY for t in tensors)
 
 
 @cache
-def fall_back(reason: str) -> None:
+def warn_plain_path(reason: str) -> None:
     """Say, once for every reason, that the plain path is taken on a GPU."""
     _logger.warning("misconv computes with plain PyTorch on this GPU, several times slower: %s", reason)

@@ -13,19 +13,21 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from misconv._checks import describe
-from misconv._conv import check_layer, check_placed
-from misconv._math import Activation, Padding, Pair, activation_module
-from misconv.functional import (
+from misconv._conv import (
     Affine,
+    Convolution,
     batch_norm_moments,
+    check_layer,
+    check_placed,
     fixed_batch_norm,
     incomplete_windows,
     mix_expectations,
-    partial_conv2d,
-    raw_moments,
+    moments,
     respond,
     sync_group,
 )
+from misconv._math import Activation, Padding, Pair, activation_module
+from misconv.functional import partial_conv2d
 from misconv.mfa import MFA
 
 __all__ = ["MisConv2d", "PartialConv2d"]
@@ -129,15 +131,13 @@ class MisConv2d(nn.Conv2d):
     # The arguments and parameters of a convolution, applied to something richer than a tensor.
     def forward(self, p: MFA) -> Tensor:  # type: ignore[override]  # an MFA, where Conv2d takes a tensor
         """(B, O, H', W'), the expected activation."""
-        convolution = (self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups, self.padding_mode)
-        norm = self.norm
+        conv, norm = Convolution.of(self), self.norm
         if isinstance(norm, nn.Module) and norm.running_mean is not None:
-            check_placed("norm", norm.running_mean, "weight", convolution[0])  # type: ignore[arg-type]  # a tensor
+            check_placed("norm", norm.running_mean, "weight", conv.weight)  # type: ignore[arg-type]  # a tensor
         if isinstance(norm, _BATCH_NORMS) and (norm.training or norm.running_mean is None):
-            mean, variance = _normalize(norm, p, *raw_moments(p, *convolution))
-            touched = incomplete_windows(p, self.weight, self.stride, self.padding, self.dilation, self.padding_mode)
-            return mix_expectations(p, self.activation, mean, variance, touched)
-        return respond(p, *convolution, None if norm is None else _fixed(norm), self.activation)
+            mean, variance = _normalize(norm, p, *moments(p, conv))
+            return mix_expectations(p, self.activation, mean, variance, incomplete_windows(p, conv))
+        return respond(p, conv, None if norm is None else _fixed(norm), self.activation)
 
     def extra_repr(self) -> str:
         """The arguments of the convolution, and the activation where it is a plain function."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from misconv._backend import HAS_TRITON, by_itself, fall_back, is_plain
+from misconv._backend import HAS_TRITON, LARGEST_RANK, is_eager, is_plain, warn_plain_path
 from misconv._checks import (
     as_rows,
     check_images,
@@ -30,7 +30,6 @@ from misconv._math import NOISE_FLOOR, full_precision, log_prob, score, wide_typ
 
 __all__ = ["MFA"]
 
-_MAX_RANK = 16  # of the fused kernels
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MOST_NUMBERS = 2**36  # drawn at once: 256 GiB in float32
 
@@ -352,14 +351,14 @@ class MFA:
         """Whether Triton's kernels serve: on a GPU, for ordinary tensors or in a graph; some have no gradients."""
         if self.device.type != "cuda" or is_plain() or torch.compiler.is_exporting() or len(self) == 0:
             return False
-        tensors, served = (*self._parameters(), x), HAS_TRITON and self.factors.shape[-4] <= _MAX_RANK
+        tensors, served = (*self._parameters(), x), HAS_TRITON and self.factors.shape[-4] <= LARGEST_RANK
         if not gradients and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             return False
         if torch.compiler.is_compiling():
             return gradients and served and not _transformed()
         if not served:
-            fall_back(f"log_prob needs Triton, and at most {_MAX_RANK} factors")
-        return served and by_itself(*tensors)
+            warn_plain_path(f"log_prob needs Triton, and at most {LARGEST_RANK} factors")
+        return served and is_eager(*tensors)
 
 
 def _inside_transform() -> bool:

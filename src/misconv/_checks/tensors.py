@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from misconv._backend import is_ordinary
+
 if TYPE_CHECKING:
     from misconv.mfa import MFA
 
@@ -103,12 +105,9 @@ def readable(*tensors: Tensor, check: bool | None = None) -> bool:
     """Whether the values of these tensors may be looked at: as `check` says, and by default on the CPU only."""
     if check is False or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) or type(t) not in _PLAIN for t in tensors):
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors) or not is_ordinary(*tensors):
         return False  # inside vmap, grad or a fake tensor mode there are no values to look at
     return bool(check) or all(t.device.type == "cpu" for t in tensors)
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_integer(value: object) -> bool:

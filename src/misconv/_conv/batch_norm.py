@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from misconv._backend import by_itself
+from misconv._backend import is_eager
 from misconv._conv.checks import check_batch_norm
 
 __all__ = ["Affine", "batch_norm_moments", "first_response", "fixed_batch_norm", "normalized", "sync_group"]
@@ -132,7 +132,7 @@ class _Batch(NamedTuple):
 
 def _statistics(mean: Tensor, variance: Tensor, weights: Tensor) -> _Batch:
     wide = mean.to(variance.dtype)
-    if wide.dtype == torch.float32 and wide.device.type == "cpu" and by_itself(wide) and wide.numel():
+    if wide.dtype == torch.float32 and wide.device.type == "cpu" and is_eager(wide) and wide.numel():
         largest = torch.maximum(wide.detach().amax(), -wide.detach().amin())
         wide = wide.double() if largest > 1e17 else wide  # squares would leave the range of float32
     count = mean.shape[0] * mean.shape[-2] * mean.shape[-1]

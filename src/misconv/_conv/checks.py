@@ -17,7 +17,8 @@ from misconv._checks import (
     check_size,
     describe,
 )
-from misconv._math import Padding, Pair, margins, output_size
+from misconv._conv.convolution import Convolution
+from misconv._math import Padding, Pair
 from misconv.mfa import MFA
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "check_flag",
     "check_geometry",
     "check_layer",
+    "check_mfa",
     "check_placed",
     "check_weight",
     "check_windows",
@@ -35,22 +37,16 @@ _MODES = ("zeros", "reflect", "replicate", "circular")
 _LARGEST = 2**36  # numbers in a tensor that any machine might hold
 
 
-def check_convolution(
-    p: MFA,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Pair,
-    padding: Padding,
-    dilation: Pair,
-    groups: int,
-    padding_mode: str,
-) -> None:
-    """The arguments of a convolution of random images."""
+def check_mfa(p: MFA) -> None:
+    """Random images, and no tensor in their place."""
     if not isinstance(p, MFA):
         raise TypeError(f"p must be a misconv.MFA (misconv.MFA.point(x) for complete images), got {describe(p)}")
-    check_geometry(stride, padding, dilation, groups, padding_mode)
-    check_weight(weight, bias, p.shape[-3], groups, p.means)
-    check_windows(tuple(p.shape), weight, stride, padding, dilation, padding_mode)
+
+
+def check_convolution(p: MFA, conv: Convolution) -> None:
+    """A convolution of the right geometry that fits random images."""
+    check_weight(conv, p.shape[-3], p.means)
+    check_windows(conv, tuple(p.shape))
 
 
 def check_geometry(stride: Pair, padding: Padding, dilation: Pair, groups: int, padding_mode: str) -> None:
@@ -68,8 +64,9 @@ def check_geometry(stride: Pair, padding: Padding, dilation: Pair, groups: int, 
         raise ValueError(f"padding must not be 'same' where stride is not 1, got stride {describe(stride)}")
 
 
-def check_weight(weight: Tensor, bias: Tensor | None, channels: int, groups: int, images: Tensor) -> None:
-    """Filters that fit images of so many channels, their type and their device."""
+def check_weight(conv: Convolution, channels: int, images: Tensor) -> None:
+    """Filters that fit images with this number of channels, their type and their device."""
+    weight, bias, groups = conv.weight, conv.bias, conv.groups
     if not isinstance(weight, Tensor) or weight.is_nested or weight.dim() != 4 or not weight.is_floating_point():
         raise TypeError(f"weight must be a floating-point tensor (O, C/groups, kh, kw), got {describe(weight)}")
     if 0 in weight.shape:
@@ -99,20 +96,18 @@ def check_weight(weight: Tensor, bias: Tensor | None, channels: int, groups: int
             raise ValueError(f"{name} must have the dtype of the images, {images.dtype}, got {describe(value)}")
 
 
-def check_windows(
-    images: tuple[int, ...], weight: Tensor, stride: Pair, padding: Padding, dilation: Pair, mode: str
-) -> None:
-    """A window fits into the padded images, and padding takes no more pixels than there are."""
-    kernel, image = tuple(weight.shape[2:]), images[-2:]
-    size = output_size(image, kernel, stride, padding, dilation)
+def check_windows(conv: Convolution, images: tuple[int, ...]) -> None:
+    """A window fits into the padded images (…, C, H, W), and padding takes no more pixels than there are."""
+    kernel, image, padding, mode = conv.kernel, images[-2:], conv.padding, conv.padding_mode
+    size = conv.size(image)
     if min(size) < 1:
         raise ValueError(
             f"weight must fit into the images of {image[0]}×{image[1]} pixels with padding {padding!r}, "
-            f"got windows of {kernel[0]}×{kernel[1]} pixels with dilation {dilation!r}"
+            f"got windows of {kernel[0]}×{kernel[1]} pixels with dilation {conv.dilation!r}"
         )
-    if math.prod(images[:-3]) * weight.shape[0] * size[0] * size[1] > _LARGEST:
+    if math.prod(images[:-3]) * conv.weight.shape[0] * size[0] * size[1] > _LARGEST:
         raise ValueError(f"padding must leave a response that fits into memory, got {padding!r}: {size[0]}×{size[1]}")
-    left, right, top, bottom = margins(kernel, padding, dilation)
+    left, right, top, bottom = conv.margins
     spare = {"reflect": 1, "circular": 0}.get(mode)
     if spare is not None and (max(top, bottom) > image[0] - spare or max(left, right) > image[1] - spare):
         raise ValueError(

@@ -15,22 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from misconv._conv.border import Border, border_noise
+from misconv._conv.convolution import Convolution
 from misconv._math import (
     Activation,
-    Border,
-    Padding,
-    Pair,
-    _apply,
-    _cdf,
-    _cut,
-    _pdf,
     activation_module,
-    border_noise,
+    apply_activation,
     expectation,
-    margins,
-    output_size,
-    pair,
+    normal_cdf,
+    normal_pdf,
     weighted_mean,
+    z_limit,
 )
 from misconv.mfa import MFA
 
@@ -47,30 +42,17 @@ _MORE = 4  # times as many where gradients keep everything anyway, and every chu
 _MOST = {False: 0.95, True: 0.8}
 
 
-def respond(
-    p: MFA,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Pair,
-    padding: Padding,
-    dilation: Pair,
-    groups: int,
-    padding_mode: str,
-    norm: Affine | None,
-    activation: Activation,
-) -> Tensor | None:
-    """The expected activation (B, O, H', W') of `misconv.functional.respond`, or None where this path does not serve.
+def respond(p: MFA, conv: Convolution, norm: Affine | None, activation: Activation) -> Tensor | None:
+    """The expected activation (B, O, H', W') of `dispatch.respond`, or None where this path does not serve.
 
     ``f(norm(M μ_0 + b))`` in windows that miss nothing, bit for bit what a network computes for complete images, and
     ``Σ_k π_k E[f(N(m_k, σ_k²))]`` in the others.
     """
-    kernel = tuple(weight.shape[2:])
-    size = output_size(p.shape[2:], kernel, stride, padding, dilation)
+    size = conv.size(p.shape[2:])
     if p.observed is None or min(size) < 1:
         return None
-    around = margins(kernel, padding, dilation)
     missing = ~(p.observed.all(1) if p.observed.shape[1] > 1 else p.observed.squeeze(1))  # (B, H, W)
-    parts = (p.logits, p.means, p.factors, p.noise, weight, bias)
+    parts = (p.logits, p.means, p.factors, p.noise, conv.weight, conv.bias)
     learning = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in parts)
     # Components share their observed pixels, and a gradient in these is split among them: then all are listed.
     split = learning and p.means.requires_grad and p.means.shape[1] > 1
@@ -79,31 +61,28 @@ def respond(
     if missing.count_nonzero():  # several times as fast as any
         if torch.is_autocast_enabled("cpu") or p.dtype not in (torch.float32, torch.float64):
             return None  # half precision has its own rounding
-        tiles = _cut_tiles(missing, listed, kernel, size, pair(stride), pair(dilation), around, padding_mode)
+        tiles = _cut_tiles(missing, listed, conv, size)
         if tiles.share > _MOST[learning]:
             return None
 
     first = p.means.narrow(1, 0, 1).reshape(-1, *p.shape[1:])  # (B, C, H, W)
-    if padding_mode == "zeros":
-        response = F.conv2d(first, weight, bias, stride, padding, dilation, groups)
-    else:
-        response = F.conv2d(F.pad(first, around, padding_mode), weight, bias, stride, 0, dilation, groups)
+    response = conv(first)
     if norm is not None:
         response = norm.apply(response)
     function = activation_module(activation)
     if tiles is None or len(tiles.number) == 0:
-        return _apply(function, response)
+        return apply_activation(function, response)
 
     border: Border | None = None
-    if padding_mode != "zeros":
-        border = border_noise(p.pinned()[2], weight, stride, padding, dilation, groups, padding_mode)
+    if conv.padding_mode != "zeros":
+        border = border_noise(p.pinned()[2], conv)
     slope = None if norm is None else norm.coefficients()[0].to(response.dtype)
-    table, bank = _table(p, listed), _bank(p, weight)
-    if not _in_range(p, table, weight, slope):
+    table, bank = _table(p, listed), _bank(p, conv.weight)
+    if not _in_range(p, table, conv.weight, slope):
         return None  # squares might leave the range of float32
 
     def moved(chunk: _Tiles) -> Tensor:
-        return _convolved(table, chunk.number, bank, stride, dilation, groups, weight.shape[0])
+        return _convolved(table, chunk.number, bank, conv)
 
     at_once = _CHUNK // (math.prod(tiles.size) * bank.shape[0] * bank.element_size())
     if type(function) is nn.ReLU and tiles.inside and border is None and not (learning or response.requires_grad):
@@ -112,7 +91,7 @@ def respond(
         _fill_tiles(p, tiles, moved, response, plain, slope, at_once)
         return plain.relu_() if norm is None else plain  # what came from tiles is not negative
 
-    plain = _apply(function, response).permute(0, 2, 3, 1)  # (B, H', W', O)
+    plain = apply_activation(function, response).permute(0, 2, 3, 1)  # (B, H', W', O)
     rows: list[Tensor] = []
     places: list[tuple[Tensor, ...]] = []
     for chunk in tiles.split((_MORE if learning else 1) * at_once):
@@ -208,20 +187,12 @@ class _Tiles(NamedTuple):
         return index, (image, row + within // self.size[1], column + within % self.size[1])
 
 
-def _cut_tiles(
-    missing: Tensor,
-    listed: Tensor,
-    kernel: tuple[int, ...],
-    size: tuple[int, int],
-    stride: tuple[int, int],
-    dilation: tuple[int, int],
-    around: tuple[int, int, int, int],
-    mode: str,
-) -> _Tiles:
+def _cut_tiles(missing: Tensor, listed: Tensor, conv: Convolution, size: tuple[int, int]) -> _Tiles:
     """The touched tiles of the response to images whose pixels (B, H, W) are partly missing, with the listed ones.
 
     The tiles of an image begin where its touched windows do, and are as large as these allow.
     """
+    kernel, stride, dilation, around, mode = conv.kernel, conv.strides, conv.dilations, conv.margins, conv.padding_mode
     reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]  # pixels under a window
     number = listed.flatten().cumsum(0, dtype=torch.int32).view(listed.shape).mul_(listed)  # (B, H, W), from 1
     seen = [(n - 1) * s + r for n, s, r in zip(size, stride, reach, strict=True)]  # pixels under all windows
@@ -332,13 +303,12 @@ def _bank(p: MFA, weight: Tensor) -> Tensor:
     return torch.cat(bank).flatten(0, 1).contiguous(memory_format=torch.channels_last)
 
 
-def _convolved(
-    table: Tensor, number: Tensor, bank: Tensor, stride: Pair, dilation: Pair, groups: int, out: int
-) -> Tensor:
+def _convolved(table: Tensor, number: Tensor, bank: Tensor, conv: Convolution) -> Tensor:
     """The responses of all windows of some tiles in all sources of the table, (tiles·t·t, S, O)."""
     pixels = table.index_select(0, number.flatten()).view(*number.shape, -1)  # (tiles, h, w, S·C)
+    out = conv.weight.shape[0]
     sources = bank.shape[0] // out
-    response = F.conv2d(pixels.permute(0, 3, 1, 2), bank, None, stride, 0, dilation, sources * groups)
+    response = F.conv2d(pixels.permute(0, 3, 1, 2), bank, None, conv.stride, 0, conv.dilation, sources * conv.groups)
     return response.permute(0, 2, 3, 1).reshape(-1, sources, out)
 
 
@@ -437,7 +407,7 @@ class _ExpectedReLU(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         mean, variance = ctx.saved_tensors
         spread = torch.where(variance > 0, variance, 1).sqrt()
-        random = (variance > 0) & (mean.abs() < _cut(mean) * spread)
+        random = (variance > 0) & (mean.abs() < z_limit(mean) * spread)
         z = torch.where(random, mean, 0) / spread
-        above = torch.where(random, _cdf(z), (mean > 0).to(mean.dtype))
-        return gradient * above, gradient * torch.where(random, _pdf(z) / (2 * spread), 0)
+        above = torch.where(random, normal_cdf(z), (mean > 0).to(mean.dtype))
+        return gradient * above, gradient * torch.where(random, normal_pdf(z) / (2 * spread), 0)

@@ -143,7 +143,7 @@ def _recorded(tracker: Tracker, tensor: Tensor, response: Response) -> Response:
     if not tracker.values(tensor).requires_grad:  # under torch.no_grad()
         return replace(response, convolution=convolution.detached())
     # In a reentrant checkpoint, which computes it again. Parameters and the MFA itself have their gradients anyway.
-    leaves = (convolution.weight, *(() if convolution.bias is None else (convolution.bias,)))
+    leaves = [t for t in (convolution.conv.weight, convolution.conv.bias) if t is not None]
     if convolution.p is tracker.p and all(isinstance(leaf, nn.Parameter) for leaf in leaves):
         return response
     raise RuntimeError(
@@ -229,11 +229,11 @@ def _stand_in(tracker: Tracker, response: Response) -> Tensor:
     Only an activation that the user has named does compute something with it, perhaps in place.
     """
     convolution, named = response.convolution, tracker.stem is not None and tracker.stem.named
-    weight = convolution.weight
+    weight = convolution.conv.weight
     kind = weight.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     value = torch.full((), 0.0 if named else torch.nan, dtype=dtype, device=weight.device)
-    parts = (weight, convolution.bias, convolution.p.means)
+    parts = (weight, convolution.conv.bias, convolution.p.means)
     learns = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts)
     if learns and tracker.table is None:
         value.requires_grad_()  # as the response would, which matters to activation checkpoints

@@ -17,11 +17,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from misconv._conv import Affine, batch_norm_moments, fixed_batch_norm, normalized
+from misconv._conv import (
+    Affine,
+    Convolution,
+    batch_norm_moments,
+    fixed_batch_norm,
+    incomplete_windows,
+    mix_expectations,
+    moments,
+    normalized,
+    pad_images,
+    respond,
+)
 from misconv._convert import image as _image
 from misconv._convert.image import Image, Selection
-from misconv._math import Activation, Padding, Pair, output_size
-from misconv.functional import incomplete_windows, mix_expectations, padded, raw_moments, respond
+from misconv._math import ACTIVATIONS, Activation
 from misconv.mfa import MFA
 
 __all__ = ["ALIASES", "POINTWISE", "Response", "Stem", "batch_norm", "build_activation", "convolve", "operate"]
@@ -29,28 +39,8 @@ __all__ = ["ALIASES", "POINTWISE", "Response", "Stem", "batch_norm", "build_acti
 # They return the same values in another object, perhaps in another type or layout.
 ALIASES = {"clone", "contiguous", "float", "double", "half", "bfloat16", "to", "type", "type_as", "detach", "view_as"}
 
-# Pointwise functions of torch and the modules with the same arguments.
-POINTWISE: dict[str, type[nn.Module]] = {
-    "celu": nn.CELU,
-    "elu": nn.ELU,
-    "gelu": nn.GELU,
-    "hardsigmoid": nn.Hardsigmoid,
-    "hardswish": nn.Hardswish,
-    "hardtanh": nn.Hardtanh,
-    "leaky_relu": nn.LeakyReLU,
-    "logsigmoid": nn.LogSigmoid,
-    "mish": nn.Mish,
-    "prelu": nn.PReLU,
-    "relu": nn.ReLU,
-    "relu6": nn.ReLU6,
-    "selu": nn.SELU,
-    "sigmoid": nn.Sigmoid,
-    "silu": nn.SiLU,
-    "softplus": nn.Softplus,
-    "softsign": nn.Softsign,
-    "tanh": nn.Tanh,
-    "tanhshrink": nn.Tanhshrink,
-}
+# Pointwise functions that torch has by these names.
+POINTWISE = ACTIVATIONS.keys() - {"gelu_tanh", "identity"}
 
 
 @dataclass(frozen=True)
@@ -82,50 +72,38 @@ class Stem:
 
 
 @dataclass(frozen=True, eq=False)
-class Convolution:
-    """A convolution of random images, with its arguments.
+class ConvolvedImage:
+    """A convolution of random images.
 
-    Where channels repeat the same pixel, `distinct` holds the MFA of the distinct channels and the weights that read
-    them: the variance is theirs.
+    Where channels repeat the same pixel, `distinct` holds the MFA of the distinct channels and the convolution that
+    reads them: the variance is theirs.
     """
 
     p: MFA
-    weight: Tensor
-    bias: Tensor | None
-    stride: Pair
-    padding: Padding
-    dilation: Pair
-    groups: int
-    mode: str
-    distinct: tuple[MFA, Tensor] | None = None
+    conv: Convolution
+    distinct: tuple[MFA, Convolution] | None = None
     channels_last: bool = False  # the layout in which the network would have its response
     with_gradients: bool = True  # whether it was computed where gradients are recorded
 
     @property
     def size(self) -> tuple[int, ...]:
         """(B, O, H', W')."""
-        around = output_size(self.p.shape[-2:], self.weight.shape[-2:], self.stride, self.padding, self.dilation)
-        return (len(self.p), self.weight.shape[0], *around)
+        return (len(self.p), self.conv.weight.shape[0], *self.conv.size(self.p.shape[-2:]))
 
-    @property
-    def arguments(self) -> tuple[MFA, Tensor, Tensor | None, Pair, Padding, Pair, int, str]:
-        """The arguments of `functional.respond` up to the normalization."""
-        return self.p, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups, self.mode
-
-    def detached(self) -> Convolution:
+    def detached(self) -> ConvolvedImage:
         """The same without gradients."""
-        bias = None if self.bias is None else self.bias.detach()
-        distinct = None if self.distinct is None else (self.distinct[0].detach(), self.distinct[1].detach())
-        p, weight = self.p.detach(), self.weight.detach()
-        return replace(self, p=p, weight=weight, bias=bias, distinct=distinct, with_gradients=True)
+        distinct = None if self.distinct is None else (self.distinct[0].detach(), _detached(self.distinct[1]))
+        return replace(self, p=self.p.detach(), conv=_detached(self.conv), distinct=distinct, with_gradients=True)
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Mean and variance of the response, (B, K, O, H', W') each."""
-        mean, variance = raw_moments(*self.arguments)
-        if self.distinct is not None:
-            p, weight = self.distinct
-            variance = raw_moments(p, weight, None, self.stride, self.padding, self.dilation, 1, self.mode)[1]
-        return mean, variance
+        mean, variance = moments(self.p, self.conv)
+        return mean, variance if self.distinct is None else moments(*self.distinct)[1]
+
+
+def _detached(conv: Convolution) -> Convolution:
+    bias = None if conv.bias is None else conv.bias.detach()
+    return conv._replace(weight=conv.weight.detach(), bias=bias)
 
 
 def convolve(
@@ -139,7 +117,7 @@ def convolve(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> Convolution:
+) -> ConvolvedImage:
     """The convolution of an image that was made of `p`; further arguments as in `torch.nn.functional.conv2d`."""
     device = values.device.type
     if values.dtype != weight.dtype and not torch.is_autocast_enabled(device):
@@ -155,11 +133,12 @@ def convolve(
     distinct = None
     sources = [source for source in image.sources if source != _image.CERTAIN]
     if len(set(sources)) < len(sources):
-        around = p if mode != "zeros" or not any(margins) else padded(p, margins)
-        distinct = around, _summed_weights(image, weight, groups, p.shape[1]).to(around.dtype)
+        around = p if mode != "zeros" or not any(margins) else pad_images(p, margins)
+        summed = _summed_weights(image, weight, groups, p.shape[1]).to(around.dtype)
+        distinct = around, Convolution(summed, None, stride, padding, dilation, 1, mode)
     last = _is_channels_last(values) or _is_channels_last(weight)
-    arguments = (made, weight, bias, stride, padding, dilation, groups, mode)
-    return Convolution(*arguments, distinct, last, torch.is_grad_enabled())
+    conv = Convolution(weight, bias, stride, padding, dilation, groups, mode)
+    return ConvolvedImage(made, conv, distinct, last, torch.is_grad_enabled())
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
@@ -195,7 +174,7 @@ def _summed_weights(image: Image, weight: Tensor, groups: int, channels: int) ->
 class Response:
     """The response of a convolution on its way to the activation: convolved, then an affine map for each channel."""
 
-    convolution: Convolution
+    convolution: ConvolvedImage
     norm: Affine | None = None  # as long as it looks at no batch
     moments: tuple[Tensor, Tensor] | None = None  # where a normalization had to see them; `norm` is in them
     steps: int = 0
@@ -217,11 +196,10 @@ class Response:
     def expect(self, activation: Activation) -> Tensor:
         """The expected activation (B, O, H', W')."""
         if self.moments is None and self.convolution.distinct is None:
-            result = respond(*self.convolution.arguments, self.norm, activation)
+            result = respond(self.convolution.p, self.convolution.conv, self.norm, activation)
         else:
-            conv = self.convolution
-            where = incomplete_windows(conv.p, conv.weight, conv.stride, conv.padding, conv.dilation, conv.mode)
-            result = mix_expectations(conv.p, activation, *self.now(), where)
+            p = self.convolution.p
+            result = mix_expectations(p, activation, *self.now(), incomplete_windows(p, self.convolution.conv))
         # The rest of the network rounds differently in another layout.
         return result.contiguous(memory_format=torch.channels_last) if self.convolution.channels_last else result
 
@@ -261,7 +239,7 @@ def operate(
 ) -> Response | None:
     """A cast, or arithmetic with numbers or with a number for every channel; None where it is something else."""
     slope = 1.0 if name in ALIASES else _image.affine_slope(name, operands, place, kwargs)
-    out = response.convolution.weight.shape[0]
+    out = response.convolution.conv.weight.shape[0]
     before, after = operands[:place], operands[place + 1 :]
     others = [] if name in ALIASES else [*before, *after]
     if slope is None or any(len(_image.channel_numbers(other, out) or ()) != out for other in others):
@@ -273,7 +251,7 @@ def operate(
         return result
 
     def coefficients() -> tuple[Tensor, Tensor]:
-        like = response.convolution.weight
+        like = response.convolution.conv.weight
         offset = apply(torch.zeros(1, out, 1, 1, dtype=like.dtype, device=like.device)).flatten()
         factor = slope.reshape(-1) if isinstance(slope, Tensor) else torch.full((1,), slope).to(offset)
         return factor.expand(out), offset
@@ -291,7 +269,7 @@ def build_activation(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if name == "prelu":
         return _prelu(*args, **kwargs)
     try:
-        module = POINTWISE[name](*args, **kwargs)
+        module = ACTIVATIONS[name](*args, **kwargs)
     except TypeError:  # an argument that the module does not have, such as `out`
         return None
     if hasattr(module, "inplace"):

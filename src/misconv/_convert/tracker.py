@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from misconv._backend import by_itself
+from misconv._backend import is_eager
 from misconv._convert import image as _image
 from misconv._convert.image import Image
 from misconv._convert.stem import Response, Stem
@@ -109,7 +109,7 @@ class Tracker:
         self.stand_ins: list[weakref.ref[Tensor]] = []
         self.calls = 0  # convolutions of the image
         self.weight: Tensor | None = None  # of the one in the stem
-        self.table: list[tuple[Tensor, Record]] | None = None if by_itself(p.means, p.logits) else []
+        self.table: list[tuple[Tensor, Record]] | None = None if is_eager(p.means, p.logits) else []
 
     def start(self) -> Tensor:
         """The stand-in for the image: its mean."""

@@ -1,33 +1,27 @@
-"""The maths that stands by itself: expectations of activations, padding, L×L algebra, likelihoods."""
+"""The maths that stands by itself: expectations of activations, sizes of convolutions, L×L algebra."""
 
+from misconv._math.activations import ACTIVATIONS, Activation, activation_module, apply_activation
 from misconv._math.expectations import (
-    Activation,
-    _apply,
-    _cdf,
-    _cut,
-    _pdf,
-    activation_module,
     deviation,
     expectation,
     expectation_of_spread,
+    normal_cdf,
+    normal_pdf,
     weighted_mean,
+    z_limit,
 )
+from misconv._math.geometry import Padding, Pair, margins, output_size, pair
 from misconv._math.likelihood import NOISE_FLOOR, full_precision, log_prob, score, wide_type
 from misconv._math.linalg import cholesky, triangular_inverse
-from misconv._math.padding import Border, Padding, Pair, border_noise, margins, output_size, pair
 
 __all__ = [
+    "ACTIVATIONS",
     "NOISE_FLOOR",
     "Activation",
-    "Border",
     "Padding",
     "Pair",
-    "_apply",
-    "_cdf",
-    "_cut",
-    "_pdf",
     "activation_module",
-    "border_noise",
+    "apply_activation",
     "cholesky",
     "deviation",
     "expectation",
@@ -35,10 +29,13 @@ __all__ = [
     "full_precision",
     "log_prob",
     "margins",
+    "normal_cdf",
+    "normal_pdf",
     "output_size",
     "pair",
     "score",
     "triangular_inverse",
     "weighted_mean",
     "wide_type",
+    "z_limit",
 ]

@@ -21,49 +21,49 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from misconv._checks import describe
+from misconv._math.activations import Activation, activation_module, apply_activation, per_channel
 
-__all__ = ["Activation", "activation_module", "deviation", "expectation", "expectation_of_spread", "weighted_mean"]
+__all__ = ["deviation", "expectation", "expectation_of_spread", "normal_cdf", "normal_pdf", "weighted_mean", "z_limit"]
 
-Activation = str | nn.Module | Callable[[Tensor], Tensor]
 Closed = Callable[[Tensor, Tensor], Tensor]
 
 # Half lines ------------------------------------------------------------------------------------------------------
 
 
-def _cut(z: Tensor) -> float:
+def z_limit(z: Tensor) -> float:
     """The |z| beyond which the normal density is below the smallest normal number of the type."""
     return 37.0 if z.dtype == torch.float64 else 13.0
 
 
-def _cdf(z: Tensor) -> Tensor:
+def normal_cdf(z: Tensor) -> Tensor:
     # Not (1 + erf)/2, which is exactly 0 below z = -5 in float32.
     return 0.5 * torch.erfc(z * -math.sqrt(0.5))
 
 
-def _pdf(z: Tensor) -> Tensor:
+def normal_pdf(z: Tensor) -> Tensor:
     return torch.exp(-0.5 * z * z) * (1 / math.sqrt(2 * math.pi))
 
 
 def _positive(m: Tensor, s: Tensor) -> Tensor:
     """P(Z > 0) = Φ(m/s)."""
-    certain = m.abs() >= _cut(m) * s
-    return torch.where(certain, (m > 0).to(m.dtype), _cdf(torch.where(certain, 0, m) / s))
+    certain = m.abs() >= z_limit(m) * s
+    return torch.where(certain, (m > 0).to(m.dtype), normal_cdf(torch.where(certain, 0, m) / s))
 
 
 def _relu(m: Tensor, s: Tensor) -> Tensor:
     """E[ReLU(Z)] = mΦ(m/s) + sφ(m/s)."""
-    certain = m.abs() >= _cut(m) * s
+    certain = m.abs() >= z_limit(m) * s
     safe = torch.where(certain, 0, m)
     z = safe / s
-    return torch.where(certain, F.relu(m), safe * _cdf(z) + s * _pdf(z))
+    return torch.where(certain, F.relu(m), safe * normal_cdf(z) + s * normal_pdf(z))
 
 
 def _relu_squared(m: Tensor, s: Tensor) -> Tensor:
     """E[ReLU(Z)²] = (m² + s²)Φ(m/s) + msφ(m/s)."""
-    certain = m.abs() >= _cut(m) * s
+    certain = m.abs() >= z_limit(m) * s
     safe = torch.where(certain, 0, m)
     z = safe / s
-    between = (safe * safe + s * s) * _cdf(z) + safe * s * _pdf(z)
+    between = (safe * safe + s * s) * normal_cdf(z) + safe * s * normal_pdf(z)
     return torch.where(certain, torch.where(m > 0, m * m + s * s, 0), between)
 
 
@@ -139,19 +139,19 @@ def _hardswish(m: Tensor, s: Tensor) -> Tensor:
         inside = inside - (_relu_squared(beyond, limit) / 6 + _relu(beyond, limit) / 2)
     # … and for a wide Gaussian it is a ReLU less a bump of x(3 − x)/6 on both sides of 0.
     broad = torch.where(wide, s, 2)
-    bump = _average(lambda t: t * (1 - t) * (_pdf((3 * t - m) / broad) + _pdf((3 * t + m) / broad)))
+    bump = _average(lambda t: t * (1 - t) * (normal_pdf((3 * t - m) / broad) + normal_pdf((3 * t + m) / broad)))
     blurred = _relu(m, broad) - 4.5 * bump / broad
     return torch.where(wide, blurred, torch.where(n < -3, outside, inside))
 
 
 def _elu(m: Tensor, s: Tensor, alpha: float, width: float = 1.0) -> Tensor:
     """x for x > 0, else α(e^(x/width) − 1)."""
-    z = _cut_ratio(m, s, _cut(m))
+    z = _cut_ratio(m, s, z_limit(m))
     x, y = (m / width).clamp(-1e9, 1e9), (s / width).clamp(-1e9, 1e9)
-    far = _exp_below(x, y, z) - _cdf(-z)
+    far = _exp_below(x, y, z) - normal_cdf(-z)
     # Near 0, where e^x − 1 is about x: e^(x + y²/2) Φ(−z − y) − Φ(−z) as two small numbers of the same sign.
     x, y = x.clamp(-1, 1), y.clamp(-1, 1)
-    near = torch.expm1(x + 0.5 * y * y) * _cdf(-z - y) - y * _average(lambda t: _pdf(z + t * y))
+    near = torch.expm1(x + 0.5 * y * y) * normal_cdf(-z - y) - y * _average(lambda t: normal_pdf(z + t * y))
     small = (m.abs() < abs(width)) & (s < abs(width))
     return _relu(m, s) + alpha * torch.where(small, near, far)
 
@@ -165,7 +165,7 @@ def _smooth_step_times_x(m: Tensor, s: Tensor, steepness: float) -> Tensor:
     """E[ZΦ(λZ)]."""
     blur = _blur(s, steepness)
     r = steepness * (m / blur)
-    return m * _cdf(r) + s * (steepness * (s / blur)) * _pdf(r)
+    return m * normal_cdf(r) + s * (steepness * (s / blur)) * normal_pdf(r)
 
 
 def _blur(s: Tensor, steepness: float) -> Tensor:
@@ -201,7 +201,7 @@ _LOGISTIC = (
 
 
 def _sigmoid(m: Tensor, s: Tensor) -> Tensor:
-    return _mix(lambda steepness: _cdf(steepness * (m / _blur(s, steepness))))
+    return _mix(lambda steepness: normal_cdf(steepness * (m / _blur(s, steepness))))
 
 
 def _tanh(m: Tensor, s: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def _softplus(m: Tensor, s: Tensor, beta: float, threshold: float) -> Tensor:
     total = _mix(lambda steepness: _relu(m, _hypot(1 / steepness, s)))
     if threshold >= 18:  # log(1 + e^(−x)) is e^(−x) beyond, to float64's last bit
         low = threshold - m
-        beyond = _exp_below(low.clamp(-1e9, 1e9), s.clamp_max(1e9), _cut_ratio(low, s, _cut(m)))
+        beyond = _exp_below(low.clamp(-1e9, 1e9), s.clamp_max(1e9), _cut_ratio(low, s, z_limit(m)))
         total = total - math.exp(-threshold) * beyond
     else:
         at, end = (_cut_ratio(place - m, s, 8.5) for place in (threshold, max(threshold, 0.0) + 36))
@@ -238,7 +238,7 @@ def _softplus_between(m: Tensor, s: Tensor, first: Tensor, last: Tensor) -> Tens
 
     def term(t: float) -> Tensor:
         z = [first + (panel + t) * length for panel in range(panels)]
-        return torch.stack([F.softplus(-(m + s * at)) * _pdf(at) for at in z]).sum(0)
+        return torch.stack([F.softplus(-(m + s * at)) * normal_pdf(at) for at in z]).sum(0)
 
     return _average(term) * length
 
@@ -278,11 +278,6 @@ def _shifted(function: Callable[[Tensor], Tensor], z: float, m: Tensor, s: Tenso
 # Which is which --------------------------------------------------------------------------------------------------
 
 
-def _per_channel(weight: Tensor) -> Tensor:
-    """The slope of PReLU, one or one per channel, against (…, O, H, W)."""
-    return weight.view(-1, 1, 1) if weight.numel() > 1 else weight
-
-
 def _check_slopes(weight: Tensor, mean: Tensor) -> None:
     count = weight.numel()
     if count > 1 and (mean.dim() < 3 or mean.shape[-3] != count):
@@ -291,10 +286,6 @@ def _check_slopes(weight: Tensor, mean: Tensor) -> None:
         )
     if weight.device != mean.device:
         raise ValueError(f"activation must be on the device of the responses, {mean.device}, got {describe(weight)}")
-
-
-def _prelu(x: Tensor, slope: Tensor) -> Tensor:
-    return torch.where(x > 0, x, slope * x)
 
 
 def _rrelu(a: Any) -> Closed:
@@ -316,7 +307,7 @@ _CLOSED: dict[type[nn.Module], Callable[[Any], Closed]] = {
     nn.ReLU: lambda a: _relu,
     nn.LeakyReLU: lambda a: partial(_leaky_relu, slope=a.negative_slope),
     nn.RReLU: _rrelu,
-    nn.PReLU: lambda a: partial(_leaky_relu, slope=_per_channel(a.weight)),
+    nn.PReLU: lambda a: partial(_leaky_relu, slope=per_channel(a.weight)),
     nn.ReLU6: lambda a: partial(_hardtanh, low=0.0, high=6.0),
     nn.Hardtanh: lambda a: partial(_hardtanh, low=a.min_val, high=a.max_val),
     nn.Hardsigmoid: lambda a: lambda m, s: _hardtanh(m + 3, s, 0.0, 6.0) / 6,
@@ -330,50 +321,6 @@ _CLOSED: dict[type[nn.Module], Callable[[Any], Closed]] = {
     nn.SiLU: lambda a: _silu,
     nn.Softplus: lambda a: partial(_softplus, beta=float(a.beta), threshold=float(a.threshold)),
 }
-
-_NAMES: dict[str, Callable[[], nn.Module]] = {
-    "identity": nn.Identity,
-    "relu": nn.ReLU,
-    "leaky_relu": nn.LeakyReLU,
-    "prelu": nn.PReLU,
-    "relu6": nn.ReLU6,
-    "hardtanh": nn.Hardtanh,
-    "hardsigmoid": nn.Hardsigmoid,
-    "hardswish": nn.Hardswish,
-    "elu": nn.ELU,
-    "celu": nn.CELU,
-    "selu": nn.SELU,
-    "gelu": nn.GELU,
-    "gelu_tanh": partial(nn.GELU, approximate="tanh"),
-    "sigmoid": nn.Sigmoid,
-    "tanh": nn.Tanh,
-    "silu": nn.SiLU,
-    "softplus": nn.Softplus,
-    "mish": nn.Mish,
-}
-
-# The functions of torch with these names, in place or not, wherever torch keeps them.
-_FUNCTIONS: dict[object, str] = {
-    function: name
-    for name in _NAMES
-    for place in (F, torch, torch.special, Tensor)
-    for function in (getattr(place, name, None), getattr(place, f"{name}_", None))
-    if callable(function)
-}
-
-
-def activation_module(activation: Activation) -> nn.Module | Callable[[Tensor], Tensor]:
-    """The torch module that a name or a function of torch stands for; modules and other callables as they are."""
-    if isinstance(activation, nn.Module):
-        return activation
-    if isinstance(activation, str):
-        if activation not in _NAMES:
-            raise ValueError(f"activation must be one of {', '.join(sorted(_NAMES))}, got {describe(activation)}")
-        return _NAMES[activation]()
-    if not callable(activation):
-        raise TypeError(f"activation must be a name, an nn.Module or a function, got {describe(activation)}")
-    name = _FUNCTIONS.get(activation)
-    return activation if name is None or name == "prelu" else _NAMES[name]()
 
 
 def expectation(activation: Activation, mean: Tensor, variance: Tensor) -> Tensor:
@@ -403,26 +350,10 @@ def expectation_of_spread(activation: Activation, mean: Tensor, spread: Tensor) 
     function = activation_module(activation)
     if type(function) is nn.PReLU:
         _check_slopes(function.weight, mean)
-    plain = partial(_apply, function)
+    plain = partial(apply_activation, function)
     compute = torch.promote_types(mean.dtype, torch.float32)
     random = spread > 0
     known = _CLOSED.get(type(function)) if isinstance(function, nn.Module) and not _is_changed(function) else None
     closed = partial(_quadrature, plain) if known is None else known(function)
     expected = closed(mean.to(compute), torch.where(random, spread, 1).to(compute))
     return torch.where(random, expected.to(mean.dtype), plain(mean))
-
-
-def _apply(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """f(x) for a function that may work in place, expects (B, O, H, W), or is not pointwise after all."""
-    if type(function) is nn.PReLU:
-        return _prelu(x, _per_channel(function.weight))  # torch would take the components for channels
-    if type(function) not in _CLOSED or getattr(function, "inplace", False):
-        x = x.clone()
-    flat = x.flatten(0, -4) if x.dim() > 4 else x  # (B·K, O, H, W)
-    result = function(flat)
-    if not isinstance(result, Tensor) or result.shape != flat.shape:
-        raise ValueError(
-            "activation must be a pointwise function that keeps the shape, but it turned "
-            f"{tuple(flat.shape)} into {describe(result)}"
-        )
-    return result.view(x.shape)

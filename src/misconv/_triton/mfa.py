@@ -226,14 +226,15 @@ def mixture_kernel(
     rest = tl.load(base + _REST, mask=real, other=0.0)
     prior = tl.load(logits + part, mask=real, other=float("-inf")).to(TYPE).to(tl.float64)
     prior -= tl.max(prior, 0)
-    prior -= tl.log(tl.sum(tl.exp(prior), 0))
+    before = tl.log(tl.sum(tl.exp(prior), 0))
     joint = prior - 0.5 * (distance + rest)
     top = tl.max(joint, 0)
     total = top + tl.log(tl.sum(tl.exp(joint - top), 0))
-    tl.store(base + _PRIOR, tl.exp(prior), mask=real)
+    tl.store(base + _PRIOR, tl.exp(prior - before), mask=real)
     tl.store(base + _POSTERIOR, tl.exp(joint - total), mask=real)
     if log_density is not None:
-        tl.store(log_density + image, total.to(TYPE))
+        # This difference is exactly zero where no pixel is scored.
+        tl.store(log_density + image, (total - before).to(TYPE))
     if new_logits is not None:
         tl.store(new_logits + part, (joint - total).to(TYPE), mask=real)
 

@@ -7,23 +7,32 @@ In eager mode the kernels are launched directly; in a compiled graph they appear
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from misconv._backend import by_itself, fall_back, plain
-from misconv._math import Activation, Padding, Pair, margins, output_size, pair
+from misconv._backend import LARGEST_RANK, is_eager, warn_plain_path
+from misconv._math import (
+    ACTIVATIONS,
+    Activation,
+    Padding,
+    Pair,
+    activation_module,
+    margins,
+    output_size,
+    pair,
+)
 from misconv._triton.plan import Plan, Settings, backward, box_is_small, forward, is_channels_last
-from misconv.mfa import MFA
 
 if TYPE_CHECKING:
-    from misconv._conv import Affine
+    from misconv._conv import Affine, Convolution
+    from misconv.mfa import MFA
 
 __all__ = ["expected_conv2d", "respond"]
 
-_LARGEST_RANK = 16
+PlainPath = Callable[..., Tensor]
 _Shape = tuple[int, ...]
 
 
@@ -31,22 +40,22 @@ _Shape = tuple[int, ...]
 
 
 def respond(
-    p: MFA,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Pair,
-    padding: Padding,
-    dilation: Pair,
-    groups: int,
-    padding_mode: str,
-    norm: Affine | None,
-    activation: Activation,
+    p: MFA, conv: Convolution, norm: Affine | None, activation: Activation, plain_path: PlainPath
 ) -> Tensor | None:
-    """`functional.respond` by fused kernels; None where they cannot serve, and a word in the log."""
+    """The expected activation (B, O, H', W') by fused kernels; None where they cannot serve, and a line in the log.
+
+    Args:
+        plain_path: (logits, means, factors, noise, observed, weight, bias) -> the same by the plain formulas, where
+            weight and bias hold the normalization; for derivatives of derivatives.
+    """
+    weight, bias, stride, padding, dilation, groups, padding_mode = conv
+    if not isinstance(weight, Tensor) or not (bias is None or isinstance(bias, Tensor)):
+        return None  # the plain path says what is wrong
     compiling = torch.compiler.is_compiling()
     if compiling and torch.compiler.is_exporting():
         return None  # an exported network shall need nothing but the operators of torch
-    if not compiling and not by_itself(p.means, weight):
+    parts = (p.means, weight) if bias is None else (p.means, weight, bias)
+    if not compiling and not is_eager(*parts):
         return None
     means, observed = p.means, p.observed
     dtype, device = means.dtype, means.device
@@ -69,12 +78,12 @@ def respond(
         tuple(dilation) if isinstance(dilation, list) else dilation,
         groups,
         padding_mode,
-        _NAMED.get(activation) if type(activation) is str else _function(activation),
+        _kernel_of_name(activation) if type(activation) is str else _kernel_of(activation),
         *_precision(weight.dtype),
     )
     if not isinstance(plan, Plan):
-        if plan is not None and not compiling:  # a word in the log cannot be traced
-            fall_back(plan)
+        if plan is not None and not compiling:  # logging cannot be traced
+            warn_plain_path(plan)
         return None
     if norm is not None:  # an affine map of the response is one of weights and bias
         slope, offset = norm.coefficients()
@@ -84,12 +93,12 @@ def respond(
     density = (p.logits, p.means, p.factors, p.noise)
     if torch.are_deterministic_algorithms_enabled() and any(t.requires_grad for t in density):
         if not compiling:
-            fall_back("deterministic algorithms are asked for, and it adds up gradients of pixels in any order")
+            warn_plain_path("deterministic algorithms are asked for, and it adds up gradients of pixels in any order")
         return None
     if compiling:
         result: Tensor = torch.ops.misconv.expected_conv2d(*density, observed, weight, bias, *_packed(plan.settings))
         return result
-    return expected_conv2d(plan, *density, observed, weight, bias)
+    return expected_conv2d(plan, plain_path, *density, observed, weight, bias)
 
 
 @lru_cache(4096)
@@ -117,7 +126,8 @@ def _plan(
 
     What is wrong with an argument is for the plain path to say.
     """
-    fits = len(means) == 5 and len(weight) == 4 and type(groups) is int and groups > 0
+    fits = len(means) == 5 and len(weight) == 4 and 0 not in weight and type(groups) is int and groups > 0
+    fits = fits and weight_dtype.is_floating_point and (bias is None or bias[1].is_floating_point)
     fits = fits and weight[1] * groups == means[2] and weight[0] % groups == 0
     fits = fits and device == weight_device and (bias is None or (bias[0] == weight[:1] and bias[2] == device))
     if not fits or (isinstance(padding, str) and padding not in ("same", "valid")):
@@ -129,10 +139,10 @@ def _plan(
         return None
     if padding_mode != "zeros":
         return f"padding_mode is {padding_mode!r}, and the fused kernel knows 'zeros'"
-    if factors[2] > _LARGEST_RANK:
-        return f"the density has rank {factors[2]}, and the fused kernel goes up to {_LARGEST_RANK}"
+    if factors[2] > LARGEST_RANK:
+        return f"the density has rank {factors[2]}, and the fused kernel goes up to {LARGEST_RANK}"
     if function is None:
-        return "the fused kernel knows the activations " + ", ".join(sorted(_NAMED))
+        return "the fused kernel knows the activations " + ", ".join(sorted(kind.__name__ for kind in _KERNELS))
     if max(factors[1] * max(factors[2], 1), 1) * means[2] * means[3] * means[4] >= 2**31:
         return "a single image has more than two billion parameters"
     if torch.version.hip is not None or (device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)):
@@ -151,33 +161,26 @@ def _plan(
 
 
 # Activations that the kernels know, with up to two numbers.
-_NAMED: dict[str, tuple[str, float, float]] = {
-    "identity": ("identity", 0.0, 0.0),
-    "relu": ("relu", 0.0, 0.0),
-    "leaky_relu": ("leaky_relu", 0.01, 0.0),
-    "relu6": ("hardtanh", 0.0, 6.0),
-    "hardtanh": ("hardtanh", -1.0, 1.0),
-    "gelu": ("gelu", 0.0, 0.0),
-    "silu": ("silu", 0.0, 0.0),
-}
-_MODULES: dict[type[nn.Module], Callable[[Any], tuple[str, float, float] | None]] = {
-    nn.Identity: lambda a: _NAMED["identity"],
-    nn.ReLU: lambda a: _NAMED["relu"],
+_KERNELS: dict[type[nn.Module], Callable[[Any], tuple[str, float, float] | None]] = {
+    nn.Identity: lambda a: ("identity", 0.0, 0.0),
+    nn.ReLU: lambda a: ("relu", 0.0, 0.0),
     nn.LeakyReLU: lambda a: ("leaky_relu", float(a.negative_slope), 0.0),
-    nn.ReLU6: lambda a: _NAMED["relu6"],
+    nn.ReLU6: lambda a: ("hardtanh", 0.0, 6.0),
     nn.Hardtanh: lambda a: ("hardtanh", float(a.min_val), float(a.max_val)),
-    nn.GELU: lambda a: _NAMED["gelu"] if a.approximate == "none" else None,
-    nn.SiLU: lambda a: _NAMED["silu"],
+    nn.GELU: lambda a: ("gelu", 0.0, 0.0) if a.approximate == "none" else None,
+    nn.SiLU: lambda a: ("silu", 0.0, 0.0),
 }
-_FUNCTIONS = {torch.relu: "relu"} | {getattr(nn.functional, name): name for name in _NAMED if name != "identity"}
 
 
-def _function(activation: Any) -> tuple[str, float, float] | None:
-    known = _MODULES.get(type(activation))
-    if known is not None:
-        return known(activation)
-    name = _FUNCTIONS.get(activation)
-    return None if name is None else _NAMED[name]
+def _kernel_of(activation: Activation) -> tuple[str, float, float] | None:
+    function = activation if isinstance(activation, nn.Module) else activation_module(activation)
+    known = _KERNELS.get(type(function))  # type: ignore[arg-type]  # also of functions that are no modules
+    return None if known is None else known(function)
+
+
+@cache
+def _kernel_of_name(name: str) -> tuple[str, float, float] | None:
+    return _kernel_of(name) if name in ACTIVATIONS else None
 
 
 def _precision(dtype: torch.dtype) -> tuple[str, torch.dtype]:
@@ -198,6 +201,7 @@ def _precision(dtype: torch.dtype) -> tuple[str, torch.dtype]:
 
 def expected_conv2d(
     plan: Plan,
+    plain_path: PlainPath,
     logits: Tensor,
     means: Tensor,
     factors: Tensor,
@@ -215,63 +219,39 @@ def expected_conv2d(
         or noise.requires_grad
         or logits.requires_grad
     )
-    launch = _Expected.apply if differentiable else forward
-    result: Tensor = launch(plan, logits, means, factors, noise, observed, weight, bias)
+    if not differentiable:
+        return forward(plan, logits, means, factors, noise, observed, weight, bias)
+    result: Tensor = _Expected.apply(plan, plain_path, logits, means, factors, noise, observed, weight, bias)
     return result
 
 
 class _Expected(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        ctx.plan, *tensors = arguments
+        ctx.plan, ctx.plain_path, *tensors = arguments
         ctx.save_for_backward(*tensors)
-        return forward(*arguments)
+        return forward(ctx.plan, *tensors)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needed = (*ctx.needs_input_grad[1:5], *ctx.needs_input_grad[6:8])
-        # Derivatives of this derivative are left to the plain path.
-        differentiate = _plain_backward if torch.is_grad_enabled() else backward
-        *density, weight, bias = differentiate(ctx.plan, needed, grad, *ctx.saved_tensors)
-        return (None, *density, None, weight, bias)
+        needed = (*ctx.needs_input_grad[2:6], *ctx.needs_input_grad[7:9])
+        if torch.is_grad_enabled():  # derivatives of this derivative are left to the plain path
+            found = _plain_backward(ctx.plain_path, needed, grad, *ctx.saved_tensors)
+        else:
+            found = list(backward(ctx.plan, needed, grad, *ctx.saved_tensors))
+        *density, weight, bias = found
+        return (None, None, *density, None, weight, bias)
 
 
 def _plain_backward(
-    plan: Plan,
-    needed: tuple[bool, ...],
-    grad: Tensor,
-    logits: Tensor,
-    means: Tensor,
-    factors: Tensor,
-    noise: Tensor,
-    observed: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
+    plain_path: PlainPath, needed: tuple[bool, ...], grad: Tensor, *tensors: Tensor | None
 ) -> list[Tensor | None]:
     """The same gradients by torch's own differentiation, which can be differentiated again."""
-    s = plan.settings
-    from misconv.functional import expected_conv2d as formula
-    from misconv.functional import padded
-
-    activation: Activation = s.activation
-    if s.activation == "leaky_relu":
-        activation = nn.LeakyReLU(s.low)
-    elif s.activation == "hardtanh":
-        activation = nn.Hardtanh(s.low, s.high)
-    below, right = (
-        (n - 1) * step + d * (k - 1) + 1 - size - before
-        for n, step, d, k, size, before in zip(
-            s.size, s.stride, s.dilation, weight.shape[2:], means.shape[3:], s.corner, strict=True
-        )
-    )
-    around = (s.corner[1], max(right, 0), s.corner[0], max(below, 0))
-    tensors = (logits, means, factors, noise, weight, bias)
-    wanted = [t for t, asked in zip(tensors, needed, strict=True) if asked and t is not None]
-    with plain():
-        p = MFA(logits, means, factors, noise, observed, check=False)
-        y = formula(padded(p, around), weight, bias, s.stride, 0, s.dilation, s.groups, activation=activation)
-        found = iter(torch.autograd.grad(y, wanted, grad.to(y.dtype), create_graph=True, allow_unused=True))
-    return [next(found) if asked and t is not None else None for t, asked in zip(tensors, needed, strict=True)]
+    inputs = (*tensors[:4], *tensors[5:])  # all but `observed`
+    wanted = [t for t, asked in zip(inputs, needed, strict=True) if asked and t is not None]
+    y = plain_path(*tensors)
+    found = iter(torch.autograd.grad(y, wanted, grad.to(y.dtype), create_graph=True, allow_unused=True))
+    return [next(found) if asked and t is not None else None for t, asked in zip(inputs, needed, strict=True)]
 
 
 def _packed(s: Settings) -> tuple[Any, ...]:
@@ -284,13 +264,13 @@ def _unpacked(tensors: Any, numbers: list[int], *rest: Any) -> Plan:
     planes = None if observed is None else observed.shape[1]
     settings = Settings((a, b), (c, d), (e, f), (g, h), *rest)
     types = (means.dtype, weight.dtype, None if bias is None else bias.dtype)
-    return _remembered(
+    return _cached_plan(
         types, settings, means.shape, factors.shape[2], planes, weight.shape, bias is not None, means.device
     )
 
 
 @lru_cache(4096)
-def _remembered(types: Any, *arguments: Any) -> Plan:
+def _cached_plan(types: Any, *arguments: Any) -> Plan:
     """A plan for these types: kernels that stay ready read nothing else."""
     return Plan(*arguments)
 

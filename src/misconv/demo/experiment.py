@@ -120,7 +120,7 @@ def run(
     progress: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> Demo:
-    """The whole experiment; the same seed gives the same numbers.
+    """The whole experiment, on the CPU; the same seed gives the same numbers.
 
     Args:
         seed: of the split, the missing regions, the densities and the classifiers.
@@ -130,14 +130,15 @@ def run(
     """
     chosen = {**SETTINGS, **(settings or {})}
     started = time.perf_counter()
-    complete, labels = data.digits()
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(complete), generator=generator, device="cpu")[: chosen["images"]]
-    complete, labels = complete[order], labels[order]
-    seen = square(len(complete), 8, 8, fraction=chosen["fraction"], generator=generator)
-    # From here on the hidden pixels are gone; `complete` serves the last row and the pictures alone.
-    incomplete, observed = observe(complete.masked_fill(~seen, math.nan))
-    return compare(incomplete, observed, complete, labels, chosen, seed, progress, say, started)
+    with torch.device("cpu"):  # whatever the caller's default is
+        complete, labels = data.digits()
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(complete), generator=generator)[: chosen["images"]]
+        complete, labels = complete[order], labels[order]
+        seen = square(len(complete), 8, 8, fraction=chosen["fraction"], generator=generator)
+        # From here on the hidden pixels are gone; `complete` serves the last row and the pictures alone.
+        incomplete, observed = observe(complete.masked_fill(~seen, math.nan))
+        return compare(incomplete, observed, complete, labels, chosen, seed, progress, say, started)
 
 
 def compare(

@@ -229,8 +229,8 @@ def _scale_names(sheet: Sheet) -> None:
 def _bar(axes: Axes, colours: str, low: float, high: float, name: str = "", *, cut: bool = False) -> None:
     """A colour bar between two numbers: lying, or standing with its name beside it; `cut` where there is more."""
     standing = bool(name)
-    steps = torch.linspace(high, low, 256).unsqueeze(1) if standing else torch.linspace(low, high, 256).unsqueeze(0)
-    _map(axes, steps.double(), (1, 1), colours, low, high)
+    steps = torch.linspace(low, high, 256, device="cpu").double()
+    _map(axes, steps.flip(0).unsqueeze(1) if standing else steps.unsqueeze(0), (1, 1), colours, low, high)
     axes.set(xticks=[], yticks=[])
     axes.spines[:].set(color=GREY, linewidth=0.6)
     first, last = (f"{value:.2g}".replace("-", "−") for value in (low, high))

@@ -114,8 +114,9 @@ def _compare(filled: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
     except ImportError as error:
         raise ImportError("PSNR and SSIM come from torchmetrics: pip install 'misconv[paper]'") from error
     options: dict[str, Any] = {"data_range": 1.0, "reduction": "none"}
-    psnr = metrics.peak_signal_noise_ratio(filled, truth, dim=(1, 2, 3), **options)
-    ssim = metrics.structural_similarity_index_measure(filled, truth, **options)
+    with filled.device:  # torchmetrics makes tensors on the default device
+        psnr = metrics.peak_signal_noise_ratio(filled, truth, dim=(1, 2, 3), **options)
+        ssim = metrics.structural_similarity_index_measure(filled, truth, **options)
     assert isinstance(ssim, Tensor)  # one result was asked for
     return psnr, ssim
 

@@ -1,4 +1,4 @@
-"""Padding: how much of it, and what it does to randomness where it repeats pixels."""
+"""What padding does to randomness where it repeats pixels (reflect, replicate, circular)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Border", "Padding", "Pair", "border_noise", "margins", "output_size", "pair"]
+from misconv._conv.convolution import Convolution
 
-Pair = int | tuple[int, ...]
-Padding = int | str | tuple[int, ...]
+__all__ = ["Border", "border_noise"]
+
 _Axis = tuple[list[int], list[list[int]], list[list[list[bool]]]]
 
 
@@ -23,9 +23,7 @@ class Border(NamedTuple):
     variance: Tensor  # (…, O, N)
 
 
-def border_noise(
-    noise: Tensor, weight: Tensor, stride: Pair, padding: Padding, dilation: Pair, groups: int, mode: str
-) -> Border | None:
+def border_noise(noise: Tensor, conv: Convolution) -> Border | None:
     """What `M² d` gets wrong where padding repeats pixels: there a pixel counts with the square of its summed weights.
 
     A pixel that stands under the taps s and t adds d(w_s + w_t)², of which the convolution with squared weights
@@ -35,9 +33,9 @@ def border_noise(
     Args:
         noise: (…, C, H, W).
     """
-    left, right, top, bottom = margins(weight.shape[2:], padding, dilation)
-    strides, dilations, kernel = pair(stride), pair(dilation), tuple(weight.shape[2:])
-    size = output_size(tuple(noise.shape[-2:]), kernel, stride, padding, dilation)
+    left, right, top, bottom = conv.margins
+    strides, dilations, kernel, mode = conv.strides, conv.dilations, conv.kernel, conv.padding_mode
+    size = conv.size(noise.shape[-2:])
     found = [
         _axis(*sizes, mode)
         for sizes in zip(noise.shape[-2:], kernel, size, strides, (top, left), dilations, strict=True)
@@ -46,7 +44,7 @@ def border_noise(
     if len(down.windows) + len(across.windows) == 0:
         return None
     images = noise.reshape(-1, *noise.shape[-3:])
-    filters = torch.unflatten(weight, 0, (groups, -1))  # (G, O/G, C/G, kh, kw)
+    filters = torch.unflatten(conv.weight, 0, (conv.groups, -1))  # (G, O/G, C/G, kh, kw)
     place = torch.arange(size[0] * size[1], device=noise.device).view(size)
     # Rows of windows that repeat pixels, corners included; and the rest of such columns.
     rows = _strips(_padded(images, (left, right, 0, 0), mode), filters, down, strides[1], dilations[1])
@@ -57,7 +55,7 @@ def border_noise(
     rest = rest.to(noise.device)
     windows = torch.cat([place[down.windows].flatten(), place[rest][:, across.windows].T.flatten()])
     variance = torch.cat([rows.flatten(2), columns[..., rest].flatten(2)], -1)  # (N, O, windows)
-    return Border(windows, variance.view(*noise.shape[:-3], weight.shape[0], -1))
+    return Border(windows, variance.view(*noise.shape[:-3], conv.weight.shape[0], -1))
 
 
 class _Repeats(NamedTuple):
@@ -136,30 +134,3 @@ def _source(place: int, size: int, mode: str) -> int:
         return min(max(place, 0), size - 1)
     last = size - 1
     return last - abs(last - abs(place)) if last else 0
-
-
-def output_size(
-    image: tuple[int, ...], kernel: tuple[int, ...], stride: Pair, padding: Padding, dilation: Pair
-) -> tuple[int, int]:
-    """Height and width of the response of a convolution."""
-    left, right, top, bottom = margins(kernel, padding, dilation)
-    (sy, sx), (dy, dx) = pair(stride), pair(dilation)
-    height, width = image[0] + top + bottom, image[1] + left + right
-    return (height - dy * (kernel[0] - 1) - 1) // sy + 1, (width - dx * (kernel[1] - 1) - 1) // sx + 1
-
-
-def margins(kernel: tuple[int, ...], padding: Padding, dilation: Pair) -> tuple[int, int, int, int]:
-    """Padding as `F.pad` wants it: left, right, top, bottom."""
-    if padding == "valid":
-        return 0, 0, 0, 0
-    if padding == "same":
-        (dy, dx), (kh, kw) = pair(dilation), kernel
-        across, down = dx * (kw - 1), dy * (kh - 1)
-        return across // 2, across - across // 2, down // 2, down - down // 2
-    assert not isinstance(padding, str)
-    top, left = pair(padding)
-    return left, left, top, top
-
-
-def pair(value: Pair) -> tuple[int, int]:
-    return (value[0], value[1]) if isinstance(value, tuple | list) else (value, value)

@@ -1,0 +1,67 @@
+"""Where the path is chosen: fused kernels on a GPU, touched windows on a CPU, else the plain formulas.
+
+`MisConv2d`, `misconv.functional` and converted networks all come here; arguments are checked here, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from misconv._backend import HAS_TRITON, is_eager, is_plain
+from misconv._conv import plain, touched
+from misconv._conv.batch_norm import Affine
+from misconv._conv.checks import check_convolution, check_geometry, check_mfa
+from misconv._conv.convolution import Convolution
+from misconv._math import Activation
+from misconv.mfa import MFA
+
+__all__ = ["moments", "plain_path", "respond"]
+
+
+def respond(p: MFA, conv: Convolution, norm: Affine | None, activation: Activation) -> Tensor:
+    """The expected activation (B, O, H', W') of a convolution and a fixed normalization, by the fastest path there is.
+
+    ``Σ_k π_k E[f(norm(N(m_k, σ_k²)))]``.
+    """
+    check_mfa(p)
+    check_geometry(*conv[2:])
+    if p.means.is_cuda and HAS_TRITON and not is_plain():
+        from misconv import _triton  # takes its time to import, and may not be there
+
+        # The kernels look at shapes and types themselves: a check of every argument would cost more than a launch.
+        fused = _triton.respond(p, conv, norm, activation, plain_path(conv, activation))
+        if fused is not None:
+            return fused
+    check_convolution(p, conv)
+    if p.means.device.type == "cpu" and not is_plain():
+        tensors = (p.logits, p.means, p.factors, p.noise, p.observed, conv.weight, conv.bias)
+        if is_eager(*(t for t in tensors if t is not None)):
+            result = touched.respond(p, conv, norm, activation)
+            if result is not None:
+                return result
+    return plain.expected_response(p, conv, norm, activation)
+
+
+def plain_path(conv: Convolution, activation: Activation) -> Callable[..., Tensor]:
+    """(logits, means, factors, noise, observed, weight, bias) -> the response by the plain formulas.
+
+    The kernels take their second derivatives from it; weight and bias then hold the normalization.
+    """
+
+    def respond(*tensors: Any) -> Tensor:
+        logits, means, factors, noise, observed, weight, bias = tensors
+        p = MFA(logits, means, factors, noise, observed, check=False)
+        return plain.expected_response(p, conv._replace(weight=weight, bias=bias), None, activation)
+
+    return respond
+
+
+def moments(p: MFA, conv: Convolution) -> tuple[Tensor, Tensor]:
+    """Mean and variance of every response, (B, K, O, H', W') each."""
+    check_mfa(p)
+    check_geometry(*conv[2:])
+    check_convolution(p, conv)
+    return plain.moments(p, conv)
