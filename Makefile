@@ -1,25 +1,27 @@
 # make demo       fit, train and compare on handwritten digits; writes a report to open in a browser
-# make test       lint, types, tests and doctests (what CI runs)
+# make test       lint, types, the core's tests, then all other tests and doctests (what CI runs)
 # make test-gpu   the tests once more, on a GPU
 # make lint       ruff and mypy alone
 # make bench      time what is meant to be fast, against what it replaces
 # make fuzz       look for defects with random cases, for MINUTES (10 if not given)
 # make docs       measure what the documents state and draw their pictures
-# Everything happens in .venv, which any target creates with the pinned versions of constraints.txt.
+# Everything happens in .venv, which any target creates with the pinned versions of constraints.txt. With
+# CONSTRAINTS=constraints-oldest.txt it happens in .venv-oldest, with the oldest torch that we support.
 
 .DEFAULT_GOAL := test
 
-PYTHON ?= python3
-VENV   := .venv
-BIN    := $(VENV)/bin
+PYTHON      ?= python3
+CONSTRAINTS ?= constraints.txt
+VENV        := .venv$(patsubst constraints%.txt,%,$(notdir $(CONSTRAINTS)))
+BIN         := $(VENV)/bin
 
 .PHONY: demo test test-gpu lint bench fuzz docs clean
 .DELETE_ON_ERROR:
 
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "misconv needs Python 3.11 or newer, this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@
 
 lint: $(VENV)/installed
@@ -27,8 +29,10 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
-	$(BIN)/python -m pytest --numprocesses auto --quiet
+# The quickest answers first; conftest.py says what the core is. Types are those of the newest torch alone.
+test: $(if $(filter constraints.txt,$(CONSTRAINTS)),lint,$(VENV)/installed)
+	$(BIN)/python -m pytest --numprocesses auto --quiet --part core
+	$(BIN)/python -m pytest --numprocesses auto --quiet --part rest
 
 # Processes share the one GPU, so there are few of them.
 test-gpu: $(VENV)/installed
@@ -63,4 +67,4 @@ docs: $(VENV)/installed
 	$(BIN)/python tools/trust.py
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-oldest .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from importlib.util import find_spec
+from pathlib import Path
 
 # Some virtual machines announce AMX and kill the process that uses it, as oneDNN does for bfloat16. It is read before
 # the first product is computed; no result here depends on it.
@@ -28,8 +29,17 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=500)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+# `make test` runs the core first, for a quick answer, and then the rest: all other files, and tests of the core that
+# compile or export, which takes longest.
+CORE = (
+    "test_house", "test_checks", "test_missing", "test_expectations", "test_mfa", "test_functional", "test_layers",
+    "test_impute",
+)  # fmt: skip
+SLOW = ("compile", "export", "onnx")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", choices=["core", "rest"], help="only the core's quick tests, or all others")
     parser.addoption("--device", default="cpu", help="where tensors live: cpu, cuda, cuda:1, …")
     parser.addoption("--dtype", default="float64", help="float64 or float32")
 
@@ -41,13 +51,27 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_default_device(config.getoption("--device"))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    outside = collection_path.is_file() and collection_path.stem not in CORE
+    return True if outside and config.getoption("--part") == "core" else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part = config.getoption("--part")
+    if part is not None:
+        chosen = [item for item in items if _is_core(item) == (part == "core")]
+        config.hook.pytest_deselected(items=[item for item in items if _is_core(item) != (part == "core")])
+        items[:] = chosen
     # With a GPU at hand kernels are compiled, not interpreted, and take no tensors of the CPU.
     if torch.cuda.is_available() and config.getoption("--device") == "cpu":
         reason = pytest.mark.skip(reason="compiled kernels need a GPU's tensors: pytest --device cuda")
         for item in items:
             if "test_triton" in item.nodeid or "test_kernels" in item.nodeid:
                 item.add_marker(reason)
+
+
+def _is_core(item: pytest.Item) -> bool:
+    return item.path.stem in CORE and not any(word in item.name for word in SLOW)
 
 
 @pytest.fixture(autouse=True)

@@ -21,29 +21,31 @@ ROOT = SOURCE.parents[1]
 # docs/architecture.md. A room is a folder; of one whose name begins with _ others import the door, its `__init__`, alone.
 MAY_IMPORT = {
     "_version": set(),
-    "_backend": {"torch"},
-    "_checks": {"torch", "numpy", "_backend"},
-    "_math": {"torch", "_checks"},
+    "_torch": {"torch"},
+    "_backend": {"torch", "_torch"},
+    "_checks": {"torch", "_torch", "numpy", "_backend"},
+    "_math": {"torch", "_torch", "_checks"},
     "_triton": {"torch", "triton", "_backend", "_math"},
     "missing": {"torch", "numpy", "_checks"},
-    "mfa": {"torch", "_backend", "_checks", "_math", "_triton"},
+    "mfa": {"torch", "_torch", "_backend", "_checks", "_math", "_triton"},
     "_conv": {"torch", "_backend", "_checks", "_math", "_triton", "mfa"},
     "functional": {"torch", "_checks", "_conv", "_math", "mfa"},
     "layers": {"torch", "_checks", "_conv", "_math", "functional", "mfa"},
     "_density": {"torch", "_checks", "_math", "mfa"},
     "density": {"torch", "_checks", "_density", "_math", "mfa"},
     "impute": {"torch", "_checks", "mfa"},
-    "_convert": {"torch", "_backend", "_conv", "_math", "mfa"},
-    "convert": {"torch", "_backend", "_checks", "_convert", "mfa"},
+    "_convert": {"torch", "_torch", "_backend", "_conv", "_math", "mfa"},
+    "convert": {"torch", "_torch", "_backend", "_checks", "_convert", "mfa"},
     "predict": {"torch", "_checks", "mfa"},
     "_transforms": {"torch", "torchvision"},
     "transforms": {"torch", "numpy", "torchvision", "_checks", "_transforms"},
     "_store": {"torch", "safetensors", "torchvision", "timm", "_checks", "_convert", "_version"},
     "store": {"torch", "_checks", "_store"},
     "_train": {
-        "torch", "numpy", "lightning_fabric", "lightning_utilities", "rich", "_checks", "_store", "mfa", "missing", "store"
+        "torch", "numpy", "lightning_fabric", "lightning_utilities", "rich", "_checks", "_store", "_torch", "mfa", "missing",
+        "store",
     },
-    "training": {"torch", "lightning_fabric", "_checks", "_train", "density", "mfa", "missing"},
+    "training": {"torch", "_torch", "lightning_fabric", "_checks", "_train", "density", "mfa", "missing"},
     "data": {"torch", "numpy", "sklearn", "torchvision", "_checks"},
     "bench": {"torch", "_backend", "_store", "functional", "mfa", "missing", "store"},
     "paper": {
@@ -191,6 +193,45 @@ else: raise AssertionError
 
 def test_the_package_says_it_is_typed() -> None:
     assert (SOURCE / "py.typed").exists()
+
+
+def test_what_torch_keeps_private_is_in_one_file() -> None:
+    """A release of torch that changes it can then be served in one place."""
+    for path in SOURCE.rglob("*.py"):
+        if path.name == "_torch.py":
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)} | imports(path)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                used |= {f"{node.module}.{alias.name}" for alias in node.names}
+        private = {name for name in used if re.match(r"torch\.(\w+\.)*_(?!_)", name)}
+        assert not private, f"{path.name} uses {sorted(private)}: give it a name in _torch.py"
+
+
+def test_isinstance_takes_tuples_in_the_core() -> None:
+    """torch 2.8 cannot compile `isinstance(x, A | B)`."""
+    outside = {
+        "_store",
+        "_train",
+        "_transforms",
+        "bench",
+        "cli",
+        "data",
+        "demo",
+        "paper",
+        "store",
+        "training",
+        "transforms",
+    }
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                name.split(".")[0] not in outside
+                and isinstance(node, ast.Call)
+                and ast.unparse(node.func) == "isinstance"
+            ):
+                assert not isinstance(node.args[1], ast.BinOp), f"{name}: {ast.unparse(node)}"
 
 
 def test_unflatten_is_called_as_a_function() -> None:

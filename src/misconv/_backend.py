@@ -12,6 +12,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from misconv._torch import in_forward_ad, in_transform, is_traced
+
 __all__ = ["HAS_TRITON", "LARGEST_RANK", "is_eager", "is_ordinary", "is_plain", "plain", "warn_plain_path"]
 
 # Triton comes with torch on Linux; looked for here, because torch.compile cannot trace a search.
@@ -53,9 +55,9 @@ def is_eager(*tensors: Tensor) -> bool:
 
     Only then may values decide what is computed, or a kernel be launched that nobody else knows.
     """
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling() or is_traced():
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0:
+    if in_transform() or in_forward_ad():
         return False
     return is_ordinary(*tensors)
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from misconv._backend import plain
 from misconv._checks import check_images, check_observed, check_seen_finite, describe, readable
 from misconv._convert import Response, Search, Stem, SyncBatchNorm, Tracker, answer, as_tree, find, mark
+from misconv._torch import first_of, pytree
 from misconv.mfa import MFA
 
 __all__ = ["Converted", "convert"]
@@ -183,9 +183,9 @@ class Converted(nn.Module):
 
     def _check_devices(self, x: Tensor, observed: Tensor | None) -> None:
         """All that takes part is on one device; if not, say what is where."""
-        first = next(self.network.get_submodule(self.stem.convolution).parameters(), None)
-        theirs = next(self.density.parameters(), None) if isinstance(self.density, nn.Module) else None
-        parts = {"x": x, "observed": observed, "the density": theirs, "the network": first}
+        ours = first_of(self.network.get_submodule(self.stem.convolution).parameters())
+        theirs = first_of(self.density.parameters()) if isinstance(self.density, nn.Module) else None
+        parts = {"x": x, "observed": observed, "the density": theirs, "the network": ours}
         places = [f"{name} on {part.device}" for name, part in parts.items() if isinstance(part, Tensor)]
         if len({part.device for part in parts.values() if isinstance(part, Tensor)}) > 1:
             places[0] = places[0].replace(" on ", " is on ")
@@ -258,7 +258,7 @@ def _follow_once(search: Search, network: nn.Module) -> None:
 def _check_names(model: nn.Module, stem: str | tuple[str, ...] | None) -> tuple[str, ...]:
     if stem is None:
         return ()
-    names = (stem,) if isinstance(stem, str) else tuple(stem) if isinstance(stem, list | tuple) else ()
+    names = (stem,) if isinstance(stem, str) else tuple(stem) if isinstance(stem, (list, tuple)) else ()
     modules = dict(model.named_modules())
     if not 1 <= len(names) <= 3 or not all(isinstance(name, str) for name in names):
         raise ValueError(

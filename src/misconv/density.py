@@ -290,7 +290,7 @@ class SMFA(nn.Module):
         With `torch.distributed` initialised, every process passes its own images, and sums are taken over all.
         """
         check_size("iterations", iterations)
-        if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or tolerance != tolerance:
+        if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or tolerance != tolerance:
             raise ValueError(f"tolerance must be a number, got {describe(tolerance)}")
         if minibatch is not None:
             check_size("minibatch", minibatch)

@@ -154,7 +154,7 @@ def partial_conv2d(
     check_images("x", x)
     check_flag("return_observed", return_observed)
     conv = Convolution(weight, bias, stride, padding, dilation, groups)
-    check_geometry(*conv[2:])
+    check_geometry(*conv.geometry)
     check_weight(conv, x.shape[1], x)
     check_windows(conv, tuple(x.shape))
     observed = check_observed("observed", observed, x)

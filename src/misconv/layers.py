@@ -98,7 +98,7 @@ class MisConv2d(nn.Conv2d):
             >>> layer.weight is conv.weight
             True
         """
-        if not isinstance(conv, nn.Conv2d) or isinstance(conv, MisConv2d | PartialConv2d):
+        if not isinstance(conv, nn.Conv2d) or isinstance(conv, (MisConv2d, PartialConv2d)):
             raise TypeError(f"conv must be a torch.nn.Conv2d, got {describe(conv)}")
         _check_materialized("conv", conv)
         _check_own_computation("conv", conv, nn.Conv2d, ("forward", "_conv_forward"))

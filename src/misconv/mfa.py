@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from misconv._backend import HAS_TRITON, LARGEST_RANK, is_eager, is_plain, warn_plain_path
 from misconv._checks import (
@@ -27,6 +26,7 @@ from misconv._checks import (
     generator_device,
 )
 from misconv._math import NOISE_FLOOR, full_precision, log_prob, score, wide_type
+from misconv._torch import in_transform, pytree
 
 __all__ = ["MFA"]
 
@@ -271,7 +271,7 @@ class MFA:
     def to(self, *args: Any, **kwargs: Any) -> MFA:
         """Move or cast all parameters, with the arguments of `torch.Tensor.to`; `observed` stays bool."""
         try:
-            if any(isinstance(value, float | complex) for value in args):  # torch takes their type
+            if any(isinstance(value, (float, complex)) for value in args):  # torch takes their type
                 raise TypeError
             logits, means, factors, noise = (t.to(*args, **kwargs) for t in self._parameters())
         except (AssertionError, OverflowError, RuntimeError, TypeError, ValueError) as error:
@@ -361,11 +361,7 @@ class MFA:
         return served and is_eager(*tensors)
 
 
-def _inside_transform() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-_transformed: Callable[[], bool] = torch.compiler.assume_constant_result(_inside_transform)  # known while tracing
+_transformed: Callable[[], bool] = torch.compiler.assume_constant_result(in_transform)  # known while tracing
 
 
 def _over_pixels(weights: Tensor) -> Tensor:

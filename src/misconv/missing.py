@@ -52,11 +52,11 @@ def observe(x: Any, nodata: float | None = None) -> tuple[Tensor, Tensor]:
         >>> x.tolist()
         [[[[0.5, 0.0], [0.0, 2.0]]]]
     """
-    if nodata is not None and (isinstance(nodata, bool | np.bool_) or not isinstance(nodata, Real)):
+    if nodata is not None and (isinstance(nodata, (bool, np.bool_)) or not isinstance(nodata, Real)):
         raise TypeError(f"nodata must be a number or None, got {describe(nodata)}")
     images, absent = read_images(x)
     if images.dtype in INTEGERS:
-        if nodata is None and absent is None and isinstance(x, Tensor | np.ndarray):
+        if nodata is None and absent is None and isinstance(x, (Tensor, np.ndarray)):
             raise TypeError(f"x must be a floating-point image, got {describe(images)}; integers need nodata")
         images, seen = _from_integers(images, nodata)
     else:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from misconv._checks import check_seed, check_size, describe
+from misconv._torch import pytree
 from misconv._train import (
     Checkpoint,
     EpochRecord,

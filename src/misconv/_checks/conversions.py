@@ -86,11 +86,11 @@ def as_rows(index: object, count: int, device: torch.device) -> slice | Tensor:
 
 def _as_index(index: object) -> Tensor | None:
     """Integers (m,) or bools (m,), one integer as (1,); None for what is neither."""
-    if isinstance(index, list | range):
+    if isinstance(index, (list, range)):
         index = list(index)
         if not index:
             return torch.zeros(0, dtype=torch.int64, device="cpu")
-    elif isinstance(index, bool) or not (isinstance(index, int | Tensor) or hasattr(index, "__array__")):
+    elif isinstance(index, bool) or not (isinstance(index, (int, Tensor)) or hasattr(index, "__array__")):
         return None
     try:
         # On the CPU, where the check of the range can look at it.

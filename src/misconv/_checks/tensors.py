@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from misconv._backend import is_ordinary
+from misconv._torch import is_traced, is_wrapped
 
 if TYPE_CHECKING:
     from misconv.mfa import MFA
@@ -65,7 +66,7 @@ def describe(value: object) -> str:
         return f"{_shortened(value) if leaf else kind} (a module)"
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    if isinstance(value, list | tuple | set | frozenset | dict):
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
         return _describe_collection(value)
     if isinstance(value, _PRINTABLE):
         return f"{_shortened(value)} ({kind})"
@@ -77,7 +78,7 @@ def describe(value: object) -> str:
 def _describe_tensor(value: Tensor) -> str:
     layout = "" if value.layout == torch.strided else f"{str(value.layout).removeprefix('torch.')} "
     dtype = str(value.dtype).removeprefix("torch.")
-    if isinstance(value, nn.UninitializedParameter | nn.UninitializedBuffer):
+    if isinstance(value, (nn.UninitializedParameter, nn.UninitializedBuffer)):
         return f"an uninitialized {dtype} parameter on {value.device}"
     if value.is_nested:  # has no shape
         return f"a nested {dtype} tensor on {value.device}"
@@ -103,23 +104,23 @@ def _shortened(value: object) -> str:
 
 def readable(*tensors: Tensor, check: bool | None = None) -> bool:
     """Whether the values of these tensors may be looked at: as `check` says, and by default on the CPU only."""
-    if check is False or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if check is False or torch.compiler.is_compiling() or is_traced():
         return False
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors) or not is_ordinary(*tensors):
+    if any(is_wrapped(t) for t in tensors) or not is_ordinary(*tensors):
         return False  # inside vmap, grad or a fake tensor mode there are no values to look at
     return bool(check) or all(t.device.type == "cpu" for t in tensors)
 
 
 def is_integer(value: object) -> bool:
     """Whether this is an integer of Python or numpy; True and False are none."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
     """Whether this is a finite real number of Python or numpy; True and False are none."""
     if is_integer(value):
         return True
-    return isinstance(value, float | np.floating) and math.isfinite(value)
+    return isinstance(value, (float, np.floating)) and math.isfinite(value)
 
 
 def check_size(name: str, value: int) -> int:
@@ -181,7 +182,7 @@ def check_index(name: str, value: int, size: int) -> int:
 
 def check_pair(name: str, value: object, *, least: int = 1) -> tuple[int, int]:
     """The stride, dilation, padding or kernel size of a convolution, (rows, columns): an integer, or a pair of them."""
-    pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
     if len(pair) != 2 or not all(is_integer(n) and least <= n < 2**31 for n in pair):
         raise ValueError(f"{name} must be an integer of at least {least} or a pair of them, got {describe(value)}")
     return int(pair[0]), int(pair[1])

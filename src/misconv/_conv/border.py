@@ -11,7 +11,7 @@ from torch import Tensor
 
 from misconv._conv.convolution import Convolution
 
-__all__ = ["Border", "border_noise"]
+__all__ = ["Border", "border_noise", "replaced"]
 
 _Axis = tuple[list[int], list[list[int]], list[list[list[bool]]]]
 
@@ -49,15 +49,21 @@ def border_noise(noise: Tensor, conv: Convolution) -> Border | None:
     # Rows of windows that repeat pixels, corners included; and the rest of such columns.
     rows = _strips(_padded(images, (left, right, 0, 0), mode), filters, down, strides[1], dilations[1])
     if len(down.windows) > 0 and len(across.windows) > 0:
-        # Not index_copy along the last axis, whose gradient torch 2.11 cannot compile.
-        corners = _corners(images, filters, down, across).movedim(-1, 0)
-        rows = rows.movedim(-1, 0).index_put((across.windows,), corners).movedim(0, -1)
+        rows = replaced(rows, across.windows, _corners(images, filters, down, across))
     columns = _strips(_padded(images, (0, 0, top, bottom), mode).mT, filters.mT, across, strides[0], dilations[0])
     rest = torch.tensor([row for row in range(size[0]) if row not in found[0][0]], dtype=torch.long)
     rest = rest.to(noise.device)
     windows = torch.cat([place[down.windows].flatten(), place[rest][:, across.windows].T.flatten()])
     variance = torch.cat([rows.flatten(2), columns[..., rest].flatten(2)], -1)  # (N, O, windows)
     return Border(windows, variance.view(*noise.shape[:-3], conv.weight.shape[0], -1))
+
+
+def replaced(values: Tensor, places: Tensor, others: Tensor) -> Tensor:
+    """`values.index_copy(-1, places, others)`, whose gradient inductor of torch 2.8 cannot compile."""
+    count = values.shape[-1]
+    order = torch.arange(count, device=values.device)
+    order = order.index_copy(0, places, torch.arange(count, count + len(places), device=values.device))
+    return torch.cat([values, others], -1).index_select(-1, order)
 
 
 class _Repeats(NamedTuple):

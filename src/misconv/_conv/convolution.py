@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +13,8 @@ from misconv._math import Padding, Pair, margins, output_size, pair
 __all__ = ["Convolution"]
 
 
-class Convolution(NamedTuple):
+@dataclass(eq=False)  # not a named tuple, whose properties torch 2.8 cannot compile
+class Convolution:
     """A convolution: its filters, and how they move over an image.
 
     Args:
@@ -40,6 +42,15 @@ class Convolution(NamedTuple):
         """The convolution that a module computes."""
         geometry: Any = (module.stride, module.padding, module.dilation, module.groups, module.padding_mode)
         return cls(module.weight, module.bias, *geometry)
+
+    @property
+    def geometry(self) -> tuple[Pair, Padding, Pair, int, str]:
+        """All but weight and bias."""
+        return self.stride, self.padding, self.dilation, self.groups, self.padding_mode
+
+    def replace(self, weight: Tensor, bias: Tensor | None) -> Convolution:
+        """The same geometry with other filters."""
+        return Convolution(weight, bias, *self.geometry)
 
     @property
     def kernel(self) -> tuple[int, int]:

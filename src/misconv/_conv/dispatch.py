@@ -27,7 +27,7 @@ def respond(p: MFA, conv: Convolution, norm: Affine | None, activation: Activati
     ``Σ_k π_k E[f(norm(N(m_k, σ_k²)))]``.
     """
     check_mfa(p)
-    check_geometry(*conv[2:])
+    check_geometry(*conv.geometry)
     if p.means.is_cuda and HAS_TRITON and not is_plain():
         from misconv import _triton  # takes its time to import, and may not be there
 
@@ -54,7 +54,7 @@ def plain_path(conv: Convolution, activation: Activation) -> Callable[..., Tenso
     def respond(*tensors: Any) -> Tensor:
         logits, means, factors, noise, observed, weight, bias = tensors
         p = MFA(logits, means, factors, noise, observed, check=False)
-        return plain.expected_response(p, conv._replace(weight=weight, bias=bias), None, activation)
+        return plain.expected_response(p, conv.replace(weight, bias), None, activation)
 
     return respond
 
@@ -62,6 +62,6 @@ def plain_path(conv: Convolution, activation: Activation) -> Callable[..., Tenso
 def moments(p: MFA, conv: Convolution) -> tuple[Tensor, Tensor]:
     """Mean and variance of every response, (B, K, O, H', W') each."""
     check_mfa(p)
-    check_geometry(*conv[2:])
+    check_geometry(*conv.geometry)
     check_convolution(p, conv)
     return plain.moments(p, conv)

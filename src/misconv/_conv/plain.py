@@ -11,7 +11,7 @@ from torch import Tensor
 
 from misconv._backend import is_eager
 from misconv._conv.batch_norm import Affine, first_response
-from misconv._conv.border import border_noise
+from misconv._conv.border import border_noise, replaced
 from misconv._conv.convolution import Convolution
 from misconv._math import Activation, deviation, expectation_of_spread, weighted_mean
 from misconv.mfa import MFA
@@ -108,7 +108,7 @@ def _scaled_moments(p: MFA, conv: Convolution) -> tuple[Tensor, Tensor, Tensor]:
         largest = torch.maximum(largest, _largest(factors.to(compute), (-4, -3, -2, -1)).squeeze(-4))
     of_images = _unit(largest, -30, 10 if mean.dtype == torch.float16 else 20)
     of_filters = _unit(_largest(conv.weight.to(compute), (1, 2, 3)), -15, 10)  # (O, 1, 1, 1)
-    scaled = conv._replace(weight=(conv.weight.to(compute) / of_filters).to(conv.weight.dtype), bias=None)
+    scaled = conv.replace((conv.weight.to(compute) / of_filters).to(conv.weight.dtype), None)
     with torch.autocast(p.device.type, enabled=False):
         variance = _noise_variance(noise.to(compute) / of_images / of_images, scaled)
     if factors.shape[-4] > 0:
@@ -128,7 +128,7 @@ def _means(means: Tensor, conv: Convolution) -> Tensor:
     mean = conv(first)
     if means.shape[-4] == 1:
         return mean
-    others = conv._replace(bias=None)(means.narrow(-4, 1, means.shape[-4] - 1) - first)
+    others = conv.replace(conv.weight, None)(means.narrow(-4, 1, means.shape[-4] - 1) - first)
     # With channels last in memory where the convolution has them there: cat alone would lose the layout.
     place = -1 if mean.stride(-3) == 1 and mean.stride(-1) != 1 else -3
     parts = [part.movedim(-3, place) for part in (mean, mean + others)]
@@ -138,11 +138,11 @@ def _means(means: Tensor, conv: Convolution) -> Tensor:
 def _noise_variance(noise: Tensor, conv: Convolution) -> Tensor:
     """``M² d`` (B, K, O, H', W'), where padding repeats pixels with their weights added up before they are squared."""
     weight = conv.weight.to(noise.dtype)
-    variance = conv._replace(weight=weight.square())(noise)
+    variance = conv.replace(weight.square(), conv.bias)(noise)
     if conv.padding_mode != "zeros":
-        border = border_noise(noise, conv._replace(weight=weight))
+        border = border_noise(noise, conv.replace(weight, conv.bias))
         if border is not None:
-            variance = variance.flatten(-2).index_copy(-1, border.windows, border.variance).view_as(variance)
+            variance = replaced(variance.flatten(-2), border.windows, border.variance).view_as(variance)
     return variance
 
 

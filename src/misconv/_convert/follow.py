@@ -28,6 +28,7 @@ from misconv._convert.image import Image
 from misconv._convert.stem import ALIASES, POINTWISE, Response, batch_norm, build_activation, convolve, operate
 from misconv._convert.tracker import Done, Tracker, among, has_tensor, substituted, tensors_in
 from misconv._math import Activation
+from misconv._torch import first_of
 
 __all__ = ["SyncBatchNorm", "answer", "mark"]
 
@@ -185,7 +186,7 @@ def _alias(tracker: Tracker, tensor: Tensor, response: Response, func: Any, args
 def _layout(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.memory_format | None:
     """The layout that a copy is asked to have; None where it keeps its own."""
     default = torch.contiguous_format if plain_name(func) == "contiguous" else None
-    asked = kwargs.get("memory_format", next((a for a in args[1:] if isinstance(a, torch.memory_format)), default))
+    asked = kwargs.get("memory_format", first_of((a for a in args[1:] if isinstance(a, torch.memory_format)), default))
     return None if asked == torch.preserve_format else asked
 
 

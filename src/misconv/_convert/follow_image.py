@@ -17,6 +17,7 @@ from misconv._convert import image as _image
 from misconv._convert.image import Image, Selection
 from misconv._convert.stem import ALIASES, POINTWISE
 from misconv._convert.tracker import Tracker, among, has_tensor, substituted
+from misconv._torch import DisableTorchFunctionSubclass, in_graph_task
 
 __all__ = ["answer_image", "by_checkpoint", "in_backward", "operands_of", "plain_name", "unfollowed", "works_in_place"]
 
@@ -209,7 +210,7 @@ def _shares(tracker: Tracker, result: Tensor, tensor: Tensor) -> bool:
     """Whether two tensors lie in the same memory."""
     if tracker.table is not None:  # compiled tensors have no memory yet; a view is then taken for a copy
         return False
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return result.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
@@ -255,7 +256,7 @@ def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any
 
 def in_backward() -> bool:
     """Whether this is computed again for a backward pass, by an activation checkpoint."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and in_graph_task()
 
 
 def by_checkpoint() -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from misconv._torch import first_of
 from misconv.mfa import MFA
 
 __all__ = [
@@ -104,7 +105,7 @@ def affine_slope(name: str, operands: Sequence[Any], place: int, kwargs: dict[st
     `operands` are its positional arguments, `kwargs` the others.
     """
     alpha = kwargs.get("alpha", 1)
-    if set(kwargs) - {"alpha"} or not isinstance(alpha, int | float):
+    if set(kwargs) - {"alpha"} or not isinstance(alpha, (int, float)):
         return None
     if name in _NEG:
         return -1.0 if len(operands) == 1 else None
@@ -128,7 +129,7 @@ def channel_numbers(operand: Any, channels: int, *, dropped: bool = False) -> li
 
     An operand of more channels than the image has spreads a single channel.
     """
-    if isinstance(operand, int | float) and not isinstance(operand, bool):
+    if isinstance(operand, (int, float)) and not isinstance(operand, bool):
         return [float(operand)] * channels
     if not isinstance(operand, Tensor) or operand.is_complex():
         return None
@@ -212,7 +213,7 @@ def find_selections(
     codes: list[tuple[int, int] | None] = []
 
     def substitute(tensor: Tensor) -> Tensor:
-        number = next((i for i, (known, _) in enumerate(images) if known is tensor), None)
+        number = first_of(i for i, (known, _) in enumerate(images) if known is tensor)
         image = None if number is None else images[number][1]
         if image is None and not tensor.is_floating_point():
             return tensor.cpu()  # an index

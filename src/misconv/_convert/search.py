@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from misconv._convert.follow import answer
 from misconv._convert.image import Image
 from misconv._convert.stem import Response, Stem, build_activation
 from misconv._convert.tracker import Read, Record, Tracker
+from misconv._torch import pytree
 from misconv.mfa import MFA
 
 __all__ = ["Search", "find"]
@@ -78,7 +78,7 @@ class Search:
 
 def as_tree(result: Any) -> Any:
     """Results of classes that torch's trees do not know, as dictionaries."""
-    return dict(vars(result)) if hasattr(result, "__dict__") and not isinstance(result, Tensor | dict) else result
+    return dict(vars(result)) if hasattr(result, "__dict__") and not isinstance(result, (Tensor, dict)) else result
 
 
 def find(model: nn.Module, search: Search, names: tuple[str, ...]) -> tuple[Stem, nn.Module | None, list[str]]:

@@ -103,7 +103,7 @@ class ConvolvedImage:
 
 def _detached(conv: Convolution) -> Convolution:
     bias = None if conv.bias is None else conv.bias.detach()
-    return conv._replace(weight=conv.weight.detach(), bias=bias)
+    return conv.replace(conv.weight.detach(), bias)
 
 
 def convolve(

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from misconv._backend import is_eager
 from misconv._convert import image as _image
 from misconv._convert.image import Image
 from misconv._convert.stem import Response, Stem
+from misconv._torch import DisableTorchFunctionSubclass, first_of, pytree
 from misconv.mfa import MFA
 
 __all__ = ["Done", "Read", "Record", "Tracked", "Tracker", "among", "has_tensor", "substituted", "tensors_in"]
@@ -71,7 +71,7 @@ class Tracked(Tensor):
         for tensor in tensors_in((args, kwargs)):
             if type(tensor) is Tracked and getattr(tensor, "record", None) is not None:
                 return tensor.tracker.answer(tensor.tracker, func, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
 
@@ -167,21 +167,21 @@ class Tracker:
     def record(self, tensor: object) -> Record | None:
         """What a tensor stands for; None where it stands for itself."""
         if self.table is not None:
-            return next((record for known, record in self.table if known is tensor), None)
+            return first_of(record for known, record in self.table if known is tensor)
         return getattr(tensor, "record", None) if type(tensor) is Tracked else None
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """The function itself."""
         if self.table is not None:
             return func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     def values(self, tensor: Tensor) -> Tensor:
         """The tensor as it stands for itself."""
         if type(tensor) is not Tracked:
             return tensor
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return tensor.as_subclass(Tensor)
 
     def connected(self, tensor: Tensor, image: Image) -> Tensor:
@@ -240,7 +240,7 @@ def tensors_in(value: Any) -> list[Tensor]:
         return [value]
     if isinstance(value, dict):
         value = list(value.values())
-    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, list | tuple) else []
+    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, (list, tuple)) else []
 
 
 def substituted(value: Any, substitute: Callable[[Tensor], Any]) -> Any:

@@ -82,7 +82,7 @@ def pairs(
     if not isinstance(x, Tensor):
         _check_batches(x, observed)
         for batch in x:
-            if not isinstance(batch, tuple | list) or len(batch) != 2:
+            if not isinstance(batch, (tuple, list)) or len(batch) != 2:
                 raise TypeError(f"x must yield pairs (x, observed), got {_kind(batch)}")
             check_images("x", batch[0])
             yield batch[0].to(device), _checked(*batch).to(device)
@@ -99,7 +99,7 @@ def pairs(
 
 
 def _check_batches(x: object, observed: object) -> None:
-    if not isinstance(x, Iterable) or isinstance(x, str | bytes | dict) or hasattr(x, "__array__"):
+    if not isinstance(x, Iterable) or isinstance(x, (str, bytes, dict)) or hasattr(x, "__array__"):
         raise TypeError(f"x must be images (N, C, H, W), or yield batches (x, observed), got {_kind(x)}")
     if isinstance(x, Iterator):
         raise TypeError(f"x must yield its batches anew each time it is iterated, as a DataLoader does, got {_kind(x)}")

@@ -162,20 +162,20 @@ def check_rank(rank: int) -> None:
 
 def check_floor(noise_floor: float) -> None:
     """A share of the images' variance."""
-    if isinstance(noise_floor, bool) or not isinstance(noise_floor, int | float) or not 0 < noise_floor < 1:
+    if isinstance(noise_floor, bool) or not isinstance(noise_floor, (int, float)) or not 0 < noise_floor < 1:
         raise ValueError(f"noise_floor must lie strictly between 0 and 1, got {describe(noise_floor)}")
 
 
 def check_sizes(name: str, values: Any) -> None:
     """Several counts, each an integer of at least one."""
-    right = isinstance(values, tuple | list) and len(values) > 0
+    right = isinstance(values, (tuple, list)) and len(values) > 0
     if not right or not all(_is_integer(v) and v > 0 for v in values):
         raise ValueError(f"{name} must be a tuple of integers of at least 1, got {describe(values)}")
 
 
 def check_shape(shape: Any) -> tuple[int, int, int]:
     """(C, H, W) of images."""
-    if not isinstance(shape, tuple | list) or len(shape) != 3:
+    if not isinstance(shape, (tuple, list)) or len(shape) != 3:
         raise ValueError(f"shape must be (channels, height, width), got {describe(shape)}")
     for name, value in zip(("channels", "height", "width"), shape, strict=True):
         check_size(name, value)

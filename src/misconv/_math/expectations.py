@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from misconv._checks import describe
 from misconv._math.activations import Activation, activation_module, apply_activation, per_channel
+from misconv._torch import in_transform
 
 __all__ = ["deviation", "expectation", "expectation_of_spread", "normal_cdf", "normal_pdf", "weighted_mean", "z_limit"]
 
@@ -262,7 +263,7 @@ def _quadrature(function: Callable[[Tensor], Tensor], m: Tensor, s: Tensor) -> T
     places = [_REACH * (2 * i / (_NODES - 1) - 1) for i in range(_NODES)]
     densities = [math.exp(-0.5 * z * z) for z in places]
     # Recompute in the backward pass instead of storing every node; transforms of torch.func do not know of it.
-    store = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+    store = torch.compiler.is_compiling() or in_transform()
     total = torch.zeros_like(m)
     for z, density in zip(places, densities, strict=True):
         node = partial(_shifted, function, z)

@@ -10,7 +10,8 @@ Padding = int | str | tuple[int, ...]
 
 def pair(value: Pair) -> tuple[int, int]:
     """A number for both axes, or a number for each."""
-    return (value[0], value[1]) if isinstance(value, tuple | list) else (value, value)
+    rows, columns = value if isinstance(value, (tuple, list)) else (value, value)
+    return int(rows), int(columns)  # torch 2.8 knows no integers of numpy
 
 
 def margins(kernel: tuple[int, ...], padding: Padding, dilation: Pair) -> tuple[int, int, int, int]:

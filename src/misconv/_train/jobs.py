@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from misconv._checks import (
     check_dense,
@@ -21,6 +20,7 @@ from misconv._checks import (
     check_size,
     describe,
 )
+from misconv._torch import pytree
 from misconv._train.identity import fingerprint, identify, identify_data
 from misconv._train.loan import borrowed, check_trainable
 from misconv._train.running import Job, Rate, generator

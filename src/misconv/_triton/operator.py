@@ -48,7 +48,8 @@ def respond(
         plain_path: (logits, means, factors, noise, observed, weight, bias) -> the same by the plain formulas, where
             weight and bias hold the normalization; for derivatives of derivatives.
     """
-    weight, bias, stride, padding, dilation, groups, padding_mode = conv
+    weight, bias = conv.weight, conv.bias
+    stride, padding, dilation, groups, padding_mode = conv.geometry
     if not isinstance(weight, Tensor) or not (bias is None or isinstance(bias, Tensor)):
         return None  # the plain path says what is wrong
     compiling = torch.compiler.is_compiling()

@@ -1,0 +1,63 @@
+"""What depends on the version of torch, in one place: its private functions, and what an old compiler cannot do.
+
+torch may change what is private in any release; then this file has to change, and no other. It was tried with torch 2.8
+and 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "DisableTorchFunctionSubclass",
+    "first_of",
+    "in_forward_ad",
+    "in_graph_task",
+    "in_transform",
+    "is_traced",
+    "is_wrapped",
+    "pytree",
+]
+
+T = TypeVar("T")
+
+# Inside of it subclasses of Tensor are ordinary tensors. torch.compile knows it by this object, so it is not wrapped.
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+
+
+def is_traced() -> bool:
+    """Whether `torch.jit.trace` records, directly or for an export to ONNX."""
+    return torch._C._get_tracing_state() is not None
+
+
+def in_transform() -> bool:
+    """Whether this runs inside vmap, grad or another transform of `torch.func`."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor stands for others, as it does inside such a transform."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def in_forward_ad() -> bool:
+    """Whether derivatives are computed in forward mode."""
+    return forward_ad._current_level >= 0
+
+
+def in_graph_task() -> bool:
+    """Whether this thread runs a backward pass, also in what an activation checkpoint computes again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def first_of(items: Iterable[T], default: T | None = None) -> T | None:
+    """The first of some items, as `next(iter(items), default)`, which torch 2.8 cannot compile."""
+    for item in items:
+        return item
+    return default
