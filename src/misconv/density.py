@@ -18,7 +18,7 @@ from misconv._checks import check_images, check_observed, check_seed, check_size
 from misconv._density import (
     MOST_WEIGHTS,
     Batches,
-    Network,
+    DensityNetwork,
     Parameters,
     Statistics,
     Units,
@@ -45,7 +45,7 @@ from misconv.mfa import MFA
 __all__ = ["SMFA", "ConvDMFA", "LinearDMFA"]
 
 
-class LinearDMFA(Network):
+class LinearDMFA(DensityNetwork):
     """The paper's density network for small images: convolutions, then one linear layer per parameter.
 
     Convolutions of 5×5 with 16, 32 and 64 channels and of 3×3 with 32, each with ReLU; the linear layers see all of
@@ -108,7 +108,7 @@ class LinearDMFA(Network):
         )
 
 
-class ConvDMFA(Network):
+class ConvDMFA(DensityNetwork):
     """The paper's fully convolutional density network, for images of any size.
 
     Blocks of convolution, ReLU and BatchNorm, by default [32]×2 down [64]×2 down [128]×4 up [64]×2 up [32]×2, and a

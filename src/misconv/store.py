@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any
 
 from torch import Tensor, nn
 
 from misconv._checks import describe
 from misconv._store import (
     AnyPath,
+    JsonObject,
     check_path,
     check_storable,
     describe_model,
@@ -107,14 +107,14 @@ def load(path: AnyPath, into: nn.Module | None = None) -> nn.Module:
     return model
 
 
-def _names(content: dict[str, Any], key: str) -> set[str]:
+def _names(content: JsonObject, key: str) -> set[str]:
     names = content.get(key, [] if key == "channels_last" else None)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"its description is broken, {key} must be a list of names, got {type(names).__name__}")
     return set(names)
 
 
-def write(path: AnyPath, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> None:
+def write(path: AnyPath, tensors: dict[str, Tensor], metadata: JsonObject) -> None:
     """Write tensors and anything that JSON can say into one file, atomically.
 
     Tensors that are one and the same under several names are stored once, and `read` gives them back as one.
@@ -134,7 +134,7 @@ def write(path: AnyPath, tensors: dict[str, Tensor], metadata: dict[str, Any]) -
     write_parts(path, pack(tensors, metadata))
 
 
-def read(path: AnyPath) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read(path: AnyPath) -> tuple[dict[str, Tensor], JsonObject]:
     """Tensors, on the CPU, and metadata of a file that `write` has written."""
     with open_regular(path) as file:
         return unpack(file, os.fsdecode(path))

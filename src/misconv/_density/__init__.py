@@ -4,7 +4,7 @@ from misconv._density.em import Parameters, Statistics, collect, maximize, start
 from misconv._density.em_data import Batches, Units, add_over_processes, check_representable, measure, pairs, some
 from misconv._density.network import (
     MOST_WEIGHTS,
-    Network,
+    DensityNetwork,
     add_blocks,
     check_devices,
     check_floor,
@@ -19,7 +19,7 @@ from misconv._density.network import (
 __all__ = [
     "MOST_WEIGHTS",
     "Batches",
-    "Network",
+    "DensityNetwork",
     "Parameters",
     "Statistics",
     "Units",

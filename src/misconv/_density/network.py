@@ -14,7 +14,7 @@ from misconv.mfa import MFA
 
 __all__ = [
     "MOST_WEIGHTS",
-    "Network",
+    "DensityNetwork",
     "add_blocks",
     "check_devices",
     "check_floor",
@@ -31,7 +31,7 @@ MOST_WEIGHTS = 2**34  # of a layer, or parameters of an SMFA: 64 GiB in float32
 _FARTHEST = 1e4
 
 
-class Network(nn.Module):
+class DensityNetwork(nn.Module):
     """The frame of a density network.
 
     Inside, images have mean 0 and variance 1 (`calibrate` measures what they have outside), missing pixels are 0, and

@@ -2,7 +2,7 @@
 
 from misconv._store.description import describe_model, rebuild
 from misconv._store.files import AnyPath, check_path, open_regular, shown, write_bytes, write_parts
-from misconv._store.format import check_storable, pack, unpack
+from misconv._store.format import JsonObject, check_storable, pack, unpack
 from misconv._store.places import check_new_or_ours, probe, read_json, try_place
 from misconv._store.provenance import commit, device_name, versions
 from misconv._store.restore import (
@@ -15,6 +15,7 @@ from misconv._store.restore import (
 
 __all__ = [
     "AnyPath",
+    "JsonObject",
     "check_new_or_ours",
     "check_path",
     "check_storable",

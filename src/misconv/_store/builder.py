@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from misconv._store.format import JsonObject
 from misconv._store.registries import build_network
 
 __all__ = ["CONTAINERS", "CONVERTED", "DEEPEST", "FUNCTIONS", "Builder", "class_name", "constructor"]
@@ -109,7 +110,7 @@ class Builder:
             raise ValueError(f"its description is broken, {description['class']} must have arguments")
         return self._build_layer(kind, arguments, depth)
 
-    def _build_network(self, description: dict[str, Any]) -> nn.Module:
+    def _build_network(self, description: JsonObject) -> nn.Module:
         network = build_network(description, self.tensors, self.numbers or 0)
         self.numbers = (self.numbers or 0) - sum(t.numel() for t in network.state_dict().values())
         return network

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from misconv._checks import describe
 from misconv._store.builder import CONTAINERS, CONVERTED, DEEPEST, FUNCTIONS, Builder, class_name, constructor
 from misconv._store.compare import attribute_difference, difference
+from misconv._store.format import JsonObject
 from misconv._store.registries import describe_network
 
 __all__ = ["describe_model", "rebuild"]
 
-Description = dict[str, Any]
+Description = JsonObject
 
 # What every module has, or torch sets in passing, and what is stored otherwise or compared by itself.
 _APART = {

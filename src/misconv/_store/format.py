@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import zipfile
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,9 @@ from misconv._checks import describe
 from misconv._store.files import os_error, shown
 from misconv._version import __version__
 
-__all__ = ["FORMAT", "add_checksum", "check_storable", "pack", "unpack"]
+__all__ = ["FORMAT", "JsonObject", "add_checksum", "check_storable", "pack", "unpack"]
+
+JsonObject: TypeAlias = dict[str, Any]  # what JSON calls an object, and a file may hold
 
 FORMAT = 2
 _EMPTY = "0" * 64
@@ -34,7 +36,7 @@ _DAMAGED = "the file is damaged or cut short; copy it again from where it came, 
 # Out -----------------------------------------------------------------------------------------------------------------
 
 
-def pack(tensors: dict[str, Tensor], content: dict[str, Any]) -> list[bytes | memoryview]:
+def pack(tensors: dict[str, Tensor], content: JsonObject) -> list[bytes | memoryview]:
     """The file in pieces."""
     from safetensors.torch import save as serialize
 
@@ -56,7 +58,7 @@ def add_checksum(data: bytes) -> list[bytes | memoryview]:
     return [data[:place], _digest(data, place).encode(), memoryview(data)[place + 64 :]]
 
 
-def _dump(header: dict[str, Any]) -> str:
+def _dump(header: JsonObject) -> str:
     _check_keys(header["content"], 0)
     try:
         return json.dumps(header)
@@ -124,7 +126,7 @@ def check_storable(name: object, tensor: object) -> None:
 # In ------------------------------------------------------------------------------------------------------------------
 
 
-def unpack(file: BinaryIO, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def unpack(file: BinaryIO, name: str) -> tuple[dict[str, Tensor], JsonObject]:
     """Tensors and content of an open file; whatever is wrong with it, a ValueError says it."""
     try:
         return _unpack(file)
@@ -138,7 +140,7 @@ def unpack(file: BinaryIO, name: str) -> tuple[dict[str, Tensor], dict[str, Any]
         raise ValueError(f"cannot load {shown(name)}: {error}") from error
 
 
-def _unpack(file: BinaryIO) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _unpack(file: BinaryIO) -> tuple[dict[str, Tensor], JsonObject]:
     from safetensors import SafetensorError
     from safetensors.torch import load as deserialize
 
@@ -162,7 +164,7 @@ def _unpack(file: BinaryIO) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return _resolve(tensors, header), header["content"]
 
 
-def _resolve(tensors: dict[str, Tensor], header: dict[str, Any]) -> dict[str, Tensor]:
+def _resolve(tensors: dict[str, Tensor], header: JsonObject) -> dict[str, Tensor]:
     """All tensors under all their names."""
     for name, kind in header["pairs"].items():
         pair = tensors.get(name)
@@ -176,7 +178,7 @@ def _resolve(tensors: dict[str, Tensor], header: dict[str, Any]) -> dict[str, Te
     return tensors | {name: tensors[original] for name, original in aliases.items()}
 
 
-def _parse(data: bytes, metadata: object) -> dict[str, Any]:
+def _parse(data: bytes, metadata: object) -> JsonObject:
     """The checked header of a file."""
     metadata = metadata if isinstance(metadata, dict) else {}
     text, digest = metadata.get("misconv"), metadata.get(_KEY)
@@ -196,7 +198,7 @@ def _parse(data: bytes, metadata: object) -> dict[str, Any]:
     _check_format(header, sealed=digest is not None)
     if not all(isinstance(header.get(part), dict) for part in ("aliases", "pairs", "content")):
         raise ValueError("its description is broken, the aliases, the pairs or the content are missing")
-    checked: dict[str, Any] = header
+    checked: JsonObject = header
     return checked
 
 
@@ -213,7 +215,7 @@ def _check_format(header: Any, *, sealed: bool) -> None:
         raise ValueError(f"{_DAMAGED} (it has no checksum)")
 
 
-def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> JsonObject:
     made = dict(pairs)
     if len(made) != len(pairs):
         raise ValueError("a name is there twice")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from misconv._store.compare import difference
+from misconv._store.format import JsonObject
 
 __all__ = ["build_network", "describe_network"]
 
@@ -36,7 +37,7 @@ _NOTES = ("num_classes", "pretrained_cfg", "default_cfg")
 _MOST_FOREIGN = 8
 
 
-def describe_network(model: nn.Module) -> dict[str, Any] | None:
+def describe_network(model: nn.Module) -> JsonObject | None:
     """The name and the arguments that build a network like this one; None if it is in no registry or was changed."""
     package = type(model).__module__.split(".")[0]
     candidates = {"torchvision": _torchvision_candidates, "timm": _timm_candidates}.get(package)
@@ -51,7 +52,7 @@ def describe_network(model: nn.Module) -> dict[str, Any] | None:
     return None
 
 
-def build_network(description: dict[str, Any], tensors: Iterable[Tensor], numbers: int) -> nn.Module:
+def build_network(description: JsonObject, tensors: Iterable[Tensor], numbers: int) -> nn.Module:
     """The described network, made of parameters of the tensors' shapes and of at most N numbers.
 
     Its parameters have memory, and no particular values.
@@ -172,7 +173,7 @@ def _check_arguments(package: str, arguments: Any, numbers: int) -> None:
 # Candidates ----------------------------------------------------------------------------------------------------------
 
 
-def _torchvision_candidates(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+def _torchvision_candidates(model: nn.Module) -> Iterator[tuple[str, JsonObject]]:
     """The names whose builders say that they return this class, with the arguments that the network shows."""
     models = _imported("torchvision").models
     arguments: dict[str, Any] = {"num_classes": _outputs(model)}
@@ -184,7 +185,7 @@ def _torchvision_candidates(model: nn.Module) -> Iterator[tuple[str, dict[str, A
             yield name, arguments
 
 
-def _timm_candidates(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+def _timm_candidates(model: nn.Module) -> Iterator[tuple[str, JsonObject]]:
     """The name that the network carries, with the arguments that it shows."""
     config: Any = getattr(model, "pretrained_cfg", None)
     name = config.get("architecture") if hasattr(config, "get") else None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from misconv import store
 from misconv._checks import describe
-from misconv._store import probe
+from misconv._store import JsonObject, probe
 from misconv._train.identity import difference
 from misconv._train.processes import on_first
 
@@ -32,12 +32,12 @@ class Checkpoint:
         self.path, self.fabric = None if path is None else Path(path), fabric
         self._written: tuple[int, int] | None = None
 
-    def read(self, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    def read(self, settings: JsonObject) -> tuple[dict[str, Tensor], JsonObject] | None:
         """Tensors and numbers of the same training, None where there is no file; any other file is refused."""
         path = self.path
         return None if path is None else on_first(self.fabric, lambda: self._read(path, settings))
 
-    def _read(self, path: Path, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    def _read(self, path: Path, settings: JsonObject) -> tuple[dict[str, Tensor], JsonObject] | None:
         if not path.exists():
             return None
         tensors, meta = store.read(path)
@@ -52,12 +52,12 @@ class Checkpoint:
         self._written = self._signature()
         return tensors, meta
 
-    def write(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    def write(self, tensors: dict[str, Tensor], meta: JsonObject) -> None:
         """Replace the file, unless somebody else has done so since this training read or wrote it."""
         if self.path is not None:
             on_first(self.fabric, lambda: self._write(tensors, meta))
 
-    def _write(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    def _write(self, tensors: dict[str, Tensor], meta: JsonObject) -> None:
         assert self.path is not None
         now = self._signature()
         if now is not None and now != self._written:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from misconv._store import JsonObject
 from misconv._train.checkpoint import Checkpoint
 from misconv._train.identity import identify_module
 from misconv._train.loan import borrowed
@@ -134,7 +135,7 @@ def _check_sizes(jobs: Sequence[Job], fabric: Fabric) -> None:
         )
 
 
-def _settings(jobs: Sequence[Job], fabric: Fabric, patience: int | None) -> dict[str, Any]:
+def _settings(jobs: Sequence[Job], fabric: Fabric, patience: int | None) -> JsonObject:
     """All that must agree for a checkpoint to be continued; rates of learning are compared epoch by epoch."""
     described = [
         job.settings
@@ -154,7 +155,7 @@ def _settings(jobs: Sequence[Job], fabric: Fabric, patience: int | None) -> dict
 
 
 def _resume(
-    running: Sequence[Running], file: Checkpoint, tensors: dict[str, Tensor], meta: dict[str, Any], epochs: int
+    running: Sequence[Running], file: Checkpoint, tensors: dict[str, Tensor], meta: JsonObject, epochs: int
 ) -> float:
     """Go on from a checkpoint of the same training; returns the seconds that it has taken."""
     jobs, seconds = meta.get("jobs"), meta.get("seconds")

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from misconv._store import JsonObject
 from misconv.mfa import MFA
 
 __all__ = ["difference", "fingerprint", "identify", "identify_data", "identify_module"]
@@ -32,7 +33,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Modules and functions -----------------------------------------------------------------------------------------------
 
 
-def identify_module(module: nn.Module) -> dict[str, Any]:
+def identify_module(module: nn.Module) -> JsonObject:
     """The class and the arguments of every part of a module, and which parameters are frozen.
 
     Example:
@@ -45,8 +46,8 @@ def identify_module(module: nn.Module) -> dict[str, Any]:
     return parts.pop("") | parts | {"frozen": frozen}
 
 
-def _part(part: nn.Module, depth: int = 0) -> dict[str, Any]:
-    found: dict[str, Any] = {"class": type(part).__qualname__}
+def _part(part: nn.Module, depth: int = 0) -> JsonObject:
+    found: JsonObject = {"class": type(part).__qualname__}
     code = _class_code(type(part))
     if code:
         found["code"] = code
@@ -56,7 +57,7 @@ def _part(part: nn.Module, depth: int = 0) -> dict[str, Any]:
     return found | {name: identify(own[name], depth) for name in sorted(own)}
 
 
-def _attributes(part: nn.Module) -> dict[str, Any]:
+def _attributes(part: nn.Module) -> JsonObject:
     internal = vars(nn.Module()).keys()
     found = {name: value for name, value in vars(part).items() if name not in internal}
     # What is private and holds tensors is a cache.

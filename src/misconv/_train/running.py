@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from misconv._checks import describe
+from misconv._store import JsonObject
 from misconv._train.loan import Loan
 from misconv._train.processes import nothing_of
 from misconv._train.session import EpochRecord
@@ -73,7 +74,7 @@ class Job:
     prepare: Callable[[], None] | None = None
     begin: Callable[[int], None] | None = None
     resident: bool = False
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: JsonObject = field(default_factory=dict)
     data: Callable[[], str] | None = None
     synchronize: bool = False
     name: str = "training"
@@ -215,12 +216,12 @@ class Running:
         found |= {f"best.{k}": v for k, v in self.loan.result.items()}
         return found | {f"optimizer.{k}": v for k, v in self._optimizer().items()}
 
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self) -> JsonObject:
         """The rest of it."""
         best = {"best_score": self.best_score, "best_epoch": self.best_epoch}
         return {"history": self.history, "rates": self.rates, **best}
 
-    def load(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    def load(self, tensors: dict[str, Tensor], numbers: JsonObject) -> None:
         """Go on from a checkpoint."""
         assert self.loan is not None
         # Into copies of a state dict that knows its versions: without them BatchNorm takes it for one of long ago.

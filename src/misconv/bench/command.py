@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from misconv._backend import is_plain
-from misconv._store import check_new_or_ours, commit, device_name, read_json, try_place, versions
+from misconv._store import JsonObject, check_new_or_ours, commit, device_name, read_json, try_place, versions
 from misconv.bench.checks import BOUNDS, CASES, MODES, WrongResultError, check
 from misconv.bench.clock import Pace, memory, times
 from misconv.bench.layer import Contender, Kind, Layer, Setting, likelihood
@@ -55,7 +55,7 @@ PLAIN_MOST_BYTES = 40e9  # what the plain path may allocate; a row that needs mo
 # The kinds of a row, and who takes part; conv_image is conv with the gradient of the images.
 TRAINING: dict[Kind, tuple[str, ...]] = {"weights": EAGER, "everything": ("conv", "conv_image", "misconv", "plain")}
 
-Row = dict[str, Any]
+Row = JsonObject
 
 
 # The sections ------------------------------------------------------------------------------------------------------
@@ -231,8 +231,8 @@ def run(
     quick: bool = False,
     seed: int | None = None,
     say: Callable[[str], None] = print,
-    keep: Callable[[dict[str, Any]], None] = lambda record: None,
-) -> dict[str, Any]:
+    keep: Callable[[JsonObject], None] = lambda record: None,
+) -> JsonObject:
     """Check, measure, and return the record; a `WrongResultError` before anything is timed if a check fails.
 
     `keep` gets the record after every section, so that a run which is stopped was not for nothing.
@@ -240,7 +240,7 @@ def run(
     begin = time.perf_counter()
     seed = int.from_bytes(os.urandom(3)) if seed is None else seed  # fresh inputs for every run, and recorded
     generator = torch.Generator(device).manual_seed(seed)
-    record: dict[str, Any] = {
+    record: JsonObject = {
         "benchmark": "the layer MisConv2d, beside the convolution and ReLU it replaces",
         **_circumstances(device),
         "settings": {
@@ -267,7 +267,7 @@ def run(
     return record
 
 
-def write(record: dict[str, Any], out: Path) -> None:
+def write(record: JsonObject, out: Path) -> None:
     """The record as JSON, whole or not at all; what was kept on the way is no longer needed."""
     out.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(out, (_json(record, 3) + "\n").encode())
@@ -275,7 +275,7 @@ def write(record: dict[str, Any], out: Path) -> None:
         _partial(out).unlink(missing_ok=True)
 
 
-def keeper(out: Path | None) -> Callable[[dict[str, Any]], None]:
+def keeper(out: Path | None) -> Callable[[JsonObject], None]:
     """What `run` wants as `keep`: the sections so far go into a file beside `out`, which stays as it was."""
     if out is None:
         return lambda record: None
@@ -286,7 +286,7 @@ def _partial(out: Path) -> Path:
     return out.with_name(f"{out.stem.removesuffix('.partial')}.partial.json")
 
 
-def summary(record: dict[str, Any]) -> list[tuple[str, str]]:
+def summary(record: JsonObject) -> list[tuple[str, str]]:
     """What to remember of a run: a sentence and a number or a range each."""
     found = []
     for mode, bound in BOUNDS.items():
@@ -360,7 +360,7 @@ def _json(value: Any, depth: int, indent: str = "") -> str:
     return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
-def _circumstances(device: torch.device) -> dict[str, Any]:
+def _circumstances(device: torch.device) -> JsonObject:
     """Where the numbers come from."""
     return {
         "commit": commit(),

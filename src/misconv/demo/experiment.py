@@ -96,7 +96,7 @@ class Demo:
     responses: dict[str, Tensor]  # way -> responses of one trained first layer (N, O, 8, 8)
 
 
-class Network(nn.Module):
+class DigitClassifier(nn.Module):
     """The same small CNN for every method; only the first layer knows of missing pixels."""
 
     def __init__(self, first: nn.Module) -> None:
@@ -308,10 +308,10 @@ def _train(
     chosen: dict[str, Any],
     seed: int,
     progress: bool,
-) -> Network:
+) -> DigitClassifier:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        network = Network(method.first_layer(1, 16))
+        network = DigitClassifier(method.first_layer(1, 16))
     fit_classifier(
         network, _take(inputs, train), labels[train],
         validation_inputs=_take(inputs, validation), validation_labels=labels[validation],

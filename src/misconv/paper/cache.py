@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from misconv import store
+from misconv._store import JsonObject
 
 __all__ = ["FORMAT", "Cache", "as_json", "key"]
 
@@ -35,7 +36,7 @@ NEEDED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "fit": (_WHAT, ("seconds",)),
 }
 
-Settings = dict[str, Any]
+Settings = JsonObject
 
 
 def key(settings: Settings | list[Settings]) -> str:
@@ -75,7 +76,7 @@ class Cache:
                     if time.time() - path.stat().st_mtime > LEFT_BEHIND:
                         path.unlink()
 
-    def get(self, settings: Settings, kind: str | None = None) -> dict[str, Any] | None:
+    def get(self, settings: Settings, kind: str | None = None) -> JsonObject | None:
         """The record of a finished unit, or None; with a `kind`, one that has all numbers of that kind."""
         path = self._record(settings)
         if not path.exists():
@@ -97,7 +98,7 @@ class Cache:
             raise ValueError(f"{path} must be a record of misconv, got something else; move it away")
         return dict(record)
 
-    def keep(self, settings: Settings, record: dict[str, Any]) -> dict[str, Any]:
+    def keep(self, settings: Settings, record: JsonObject) -> JsonObject:
         """Write the record of a unit, whole or not at all; returns it."""
         record = {**record, "settings": settings}
         _write(self._record(settings), {"format": FORMAT, "record": record})
@@ -119,7 +120,7 @@ class Cache:
         return self.folder / "records" / f"{_slug(settings)}-{key(settings)}.json"
 
 
-def _is_of_kind(record: dict[str, Any], kind: str) -> bool:
+def _is_of_kind(record: JsonObject, kind: str) -> bool:
     """Whether it has the texts and numbers that tables read; somebody may have changed them by hand."""
     texts, numbers = NEEDED[kind]
     if record.get("kind") != kind or not all(isinstance(record.get(name), str) for name in texts):
@@ -135,7 +136,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def _write(path: Path, content: JsonObject) -> None:
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
     store.write_bytes(path, text.encode())
 
