@@ -276,7 +276,10 @@ def _called_activation(tracker: Tracker, name: str, args: Any, kwargs: dict[str,
         raise RuntimeError(f"the network calls {name}() as it did not when it was converted; convert it again")
     # The one found at conversion, where it is the same: while torch compiles, modules had better be old ones.
     known = tracker.activation
-    return known if known is not None and repr(known) == repr(called) else called
+    # (Compared without `repr` of a module, which torch 2.8 cannot compile.)
+    if known is not None and type(known) is type(called) and known.extra_repr() == called.extra_repr():
+        return known
+    return called
 
 
 def _end(tracker: Tracker, response: Response, activation: Activation | None) -> Tensor:
