@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "_checks": {"torch", "_torch", "numpy", "_backend"},
     "_math": {"torch", "_torch", "_checks"},
     "_triton": {"torch", "triton", "_backend", "_math"},
-    "missing": {"torch", "numpy", "_checks"},
+    "missing": {"torch", "numpy", "_checks", "_math"},
     "mfa": {"torch", "_torch", "_backend", "_checks", "_math", "_triton"},
     "_conv": {"torch", "_backend", "_checks", "_math", "_triton", "mfa"},
     "functional": {"torch", "_checks", "_conv", "_math", "mfa"},

@@ -25,12 +25,13 @@ from misconv.data import ImageSet
 from misconv.paper import cache as caches
 from misconv.paper import classification, densities, methods, plus
 from misconv.paper.cache import FORMAT, Cache, as_json, key
-from misconv.paper.classification import SHAPES, ClassifierSettings, Experiment, Settings, Trained
+from misconv.paper.classification import Experiment, Trained
 from misconv.paper.densities import DensitySettings
 from misconv.paper.inputs import IncompleteImages, Take
 from misconv.paper.methods import TRAINED, Method, method_named
 from misconv.paper.quality import quality
 from misconv.paper.scores import Record
+from misconv.paper.settings import SHAPES, ClassifierSettings, Settings
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric

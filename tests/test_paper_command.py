@@ -24,6 +24,7 @@ from misconv.paper import classification, command, plus, tables
 from misconv.paper.cache import FORMAT
 from misconv.paper.densities import DensitySettings
 from misconv.paper.methods import METHODS, method_named
+from misconv.paper.settings import SETTINGS, Settings
 
 FIELDS = {
     "dataset", "shape", "method", "seed", "accuracy_incomplete", "accuracy_complete", "epoch", "seconds", "settings",
@@ -40,12 +41,12 @@ def _single_precision() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _two_epochs() -> Iterator[None]:
     """Of everything, so that a training can be stopped in its middle."""
-    settings, recipe = classification.SETTINGS["digits"], plus.PLUS["digits"]
-    digits = classification.Settings(*(replace(getattr(settings, f.name), epochs=2) for f in fields(settings)))
+    settings, recipe = SETTINGS["digits"], plus.PLUS["digits"]
+    digits = Settings(*(replace(getattr(settings, f.name), epochs=2) for f in fields(settings)))
     assert isinstance(recipe.density, DensitySettings)
     small = replace(recipe, epochs=2, density=replace(recipe.density, epochs=2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(classification.SETTINGS, "digits", digits)
+        patch.setitem(SETTINGS, "digits", digits)
         patch.setitem(plus.PLUS, "digits", small)
         patch.setitem(plus.VARIANTS, "with joint fine-tuning", {"tuned": 2})
         yield
@@ -260,7 +261,7 @@ def test_the_ablation_has_all_variants(file: Path, first: tuple[Path, Result]) -
 
 
 def test_several_data_sets_stand_side_by_side(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(classification.SETTINGS, "svhn", classification.SETTINGS["digits"])  # for other names, too
+    monkeypatch.setitem(SETTINGS, "svhn", SETTINGS["digits"])  # for other names, too
     result = call(
         "8", "--dataset", "digits", "--data", file, "--dataset", "mine", "--data", file, "--out", tmp_path,
         "--seeds", "1",
@@ -556,9 +557,9 @@ def test_mistakes_of_ours_keep_their_traceback(
 
 
 def test_a_training_that_diverges_is_named(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = classification.SETTINGS["digits"]
+    settings = SETTINGS["digits"]
     hopeless = replace(settings, classifier=replace(settings.classifier, learning_rate=1e30))
-    monkeypatch.setitem(classification.SETTINGS, "digits", hopeless)
+    monkeypatch.setitem(SETTINGS, "digits", hopeless)
     result = digits("1", file, tmp_path / "out")
     assert result.exit_code == 1, result.exception
     message = "misconv: zero, seed 0, diverged in epoch 1: its loss is not finite; a smaller learning_rate may help"

@@ -16,14 +16,13 @@ from torch import Tensor
 
 from misconv._checks import (
     INTEGERS,
-    check_fraction,
     check_images,
     check_seen_finite,
     check_size,
     describe,
-    generator_device,
     read_images,
 )
+from misconv._math import Draw, between, hidden_count, lowest
 
 __all__ = ["channels", "free_form", "hide", "noise", "observe", "square", "stripes", "trapezoid"]
 
@@ -110,15 +109,15 @@ def square(
         >>> (~observed).sum((1, 2, 3)).tolist()
         [1024, 1024, 1024, 1024, 1024, 1024, 1024, 1024]
     """
-    hidden = _hidden_count(batch, height, width, fraction)
+    hidden = hidden_count(batch, height, width, fraction)
     # The nearest square number: s² or (s + 1)², whichever is closer.
     side = math.isqrt(hidden)
     side += hidden - side**2 > (side + 1) ** 2 - hidden
     side -= side**2 == height * width > 1  # something stays to be seen
     small, large = min(height, width), max(height, width)
-    short, long = (side, side) if side <= small else (small, _between(round(hidden / small), large))
+    short, long = (side, side) if side <= small else (small, between(round(hidden / small), large))
     tall, wide = (long, short) if height > width else (short, long)
-    draw = _Draw(generator, device)
+    draw = Draw(generator, device)
     top = draw.integers(batch, height - tall + 1)
     left = draw.integers(batch, width - wide + 1)
     rows, columns = draw.grid(height, width)
@@ -148,15 +147,15 @@ def trapezoid(
         >>> (~observed).sum((1, 2, 3)).tolist()
         [392, 392, 392, 392]
     """
-    hidden = _hidden_count(batch, height, width, fraction)
-    draw = _Draw(generator, device)
+    hidden = hidden_count(batch, height, width, fraction)
+    draw = Draw(generator, device)
     upright = _trapezoid_rows(draw, batch, height, width, hidden)
     lying = _trapezoid_rows(draw, batch, width, height, hidden).transpose(-1, -2)
     inside = torch.where(draw.uniform(batch) < 0.5, upright, lying)
     return draw.finish(~inside)
 
 
-def _trapezoid_rows(draw: _Draw, batch: int, rows: int, columns: int, hidden: int) -> Tensor:
+def _trapezoid_rows(draw: Draw, batch: int, rows: int, columns: int, hidden: int) -> Tensor:
     """True inside a trapezoid of exactly `hidden` pixels with its parallel sides on the first and the last row."""
     share = hidden / (rows * columns)
     steepest = max(min(share - 1 / columns, 1 - share), 0)  # a pixel is hidden in every row, if there are enough
@@ -206,9 +205,9 @@ def noise(
         >>> (~observed).sum((1, 2, 3)).tolist()
         [588, 588]
     """
-    hidden = _hidden_count(batch, height, width, fraction)
-    draw = _Draw(generator, device)
-    return draw.finish(~_lowest(draw.uniform(batch, height, width), hidden))
+    hidden = hidden_count(batch, height, width, fraction)
+    draw = Draw(generator, device)
+    return draw.finish(~lowest(draw.uniform(batch, height, width), hidden))
 
 
 def free_form(
@@ -235,12 +234,12 @@ def free_form(
         >>> (~observed).sum((1, 2, 3)).tolist()
         [768, 768]
     """
-    hidden = _hidden_count(batch, height, width, fraction)
+    hidden = hidden_count(batch, height, width, fraction)
     check_size("strokes", strokes)
     check_size("turns", turns)
     if strokes * turns > 10_000:
         raise ValueError(f"strokes and turns must make at most 10,000 pieces, got {strokes} strokes of {turns} turns")
-    draw = _Draw(generator, device)
+    draw = Draw(generator, device)
     rows, columns = draw.grid(height, width)
     distance = torch.full((batch, 1, height, width), math.inf, device=draw.device, dtype=torch.float64)
     reach = 0.4 * math.hypot(height, width)
@@ -256,7 +255,7 @@ def free_form(
             distance = distance.minimum((rows - y - t * dy) ** 2 + (columns - x - t * dx) ** 2)
             # A stroke that leaves the image comes back at the edge.
             y, x = (y + dy).clamp(0, height), (x + dx).clamp(0, width)
-    return draw.finish(~_lowest(distance, hidden))
+    return draw.finish(~lowest(distance, hidden))
 
 
 def stripes(
@@ -283,11 +282,11 @@ def stripes(
         >>> observed[0, 0, :, 0].int().tolist()
         [0, 1, 1, 1, 0, 1, 1, 1]
     """
-    _hidden_count(batch, height, width, fraction)
+    hidden_count(batch, height, width, fraction)
     check_size("bands", bands)
-    hidden = _between(round(fraction * height), height)
+    hidden = between(round(fraction * height), height)
     bands = min(bands, hidden)
-    draw = _Draw(generator, device)
+    draw = Draw(generator, device)
     # Bresenham's rule, twice: `hidden` rows shared out over the bands, the bands spread over the image.
     ends = torch.arange(bands + 1, device=draw.device)
     starts, counts = ends[:-1] * height // bands, (ends * hidden // bands).diff()
@@ -322,11 +321,11 @@ def channels(
         >>> observed[:, :, 0, 0].int().tolist()
         [[1, 0, 0, 1], [1, 1, 0, 0]]
     """
-    _hidden_count(batch, height, width, fraction)
+    hidden_count(batch, height, width, fraction)
     check_size("channels", channels)
-    draw = _Draw(generator, device)
-    hidden = _between(round(fraction * channels), channels)
-    gone = _lowest(draw.uniform(batch, 1, channels), hidden).view(batch, channels, 1, 1)
+    draw = Draw(generator, device)
+    hidden = between(round(fraction * channels), channels)
+    gone = lowest(draw.uniform(batch, 1, channels), hidden).view(batch, channels, 1, 1)
     return draw.finish(~gone.expand(batch, channels, height, width))
 
 
@@ -370,68 +369,5 @@ def hide(
     return observed & still
 
 
-_MOST_PIXELS = 2**34
-
-
-class _Draw:
-    """Random numbers where the generator lives; results where they are wanted.
-
-    So one CPU generator gives the same regions on every device.
-    """
-
-    def __init__(self, generator: torch.Generator | None, device: torch.device | str | None) -> None:
-        wanted = torch.get_default_device() if device is None else _as_device(device)
-        self.generator, self.device = generator, generator_device(generator, wanted)
-        self.wanted = self.device if device is None else wanted
-
-    def uniform(self, batch: int, *shape: int) -> Tensor:
-        """Uniform numbers in [0, 1), (B, 1, H, W) with ones for what `shape` leaves out."""
-        size = (batch, 1, *shape) if shape else (batch, 1, 1, 1)
-        return torch.rand(size, generator=self.generator, device=self.device, dtype=torch.float64)
-
-    def integers(self, batch: int, high: int) -> Tensor:
-        """Uniform integers in [0, high), (B, 1, 1, 1)."""
-        return torch.randint(high, (batch, 1, 1, 1), generator=self.generator, device=self.device)
-
-    def grid(self, height: int, width: int) -> tuple[Tensor, Tensor]:
-        """Row numbers (1, 1, H, 1) and column numbers (1, 1, 1, W)."""
-        rows = torch.arange(height, device=self.device).view(1, 1, height, 1)
-        return rows, torch.arange(width, device=self.device).view(1, 1, 1, width)
-
-    def finish(self, observed: Tensor) -> Tensor:
-        """The result, where it is wanted."""
-        return observed.contiguous().to(self.wanted)
-
-
 def _is_region(value: object) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.bool and value.layout == torch.strided
-
-
-def _as_device(device: object) -> torch.device:
-    try:
-        return torch.empty(0, device=device).device  # type: ignore[call-overload, no-any-return]  # refused below
-    except (AssertionError, RuntimeError, TypeError) as error:
-        raise ValueError(f"device must be one that this machine has, got {describe(device)}") from error
-
-
-def _hidden_count(batch: int, height: int, width: int, fraction: float) -> int:
-    """Check the arguments every generator shares; how many pixels of an image are to be hidden."""
-    check_size("batch", batch)
-    check_size("height", height)
-    check_size("width", width)
-    check_fraction(fraction)
-    if batch * height * width > _MOST_PIXELS:
-        raise ValueError(f"batch, height and width must make at most 2**34 pixels, got {batch}, {height} and {width}")
-    return _between(round(fraction * height * width), height * width)
-
-
-def _between(count: int, total: int) -> int:
-    """At least one and, where there are several, never all of them."""
-    return min(max(count, 1), max(total - 1, 1))
-
-
-def _lowest(score: Tensor, count: int) -> Tensor:
-    """True at the `count` smallest scores of every image."""
-    flat = score.flatten(1)
-    places = flat.topk(count, dim=1, largest=False).indices
-    return torch.zeros_like(flat, dtype=torch.bool).scatter_(1, places, True).view(score.shape)

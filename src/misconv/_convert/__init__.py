@@ -1,6 +1,7 @@
 """Follow an image through a network and find its stem."""
 
 from misconv._convert.follow import SyncBatchNorm, answer, mark
+from misconv._convert.proof import acceptable_image, prove, same_randomness
 from misconv._convert.search import Search, as_tree, find
 from misconv._convert.stem import Response, Stem
 from misconv._convert.tracker import Tracker
@@ -11,8 +12,11 @@ __all__ = [
     "Stem",
     "SyncBatchNorm",
     "Tracker",
+    "acceptable_image",
     "answer",
     "as_tree",
     "find",
     "mark",
+    "prove",
+    "same_randomness",
 ]

@@ -1,5 +1,6 @@
 """What densities are made of: the parts of density networks, EM and its data."""
 
+from misconv._density.dmfa import ConvDMFA, LinearDMFA
 from misconv._density.em import Parameters, Statistics, collect, maximize, start
 from misconv._density.em_data import Batches, Units, add_over_processes, check_representable, measure, pairs, some
 from misconv._density.network import (
@@ -19,7 +20,9 @@ from misconv._density.network import (
 __all__ = [
     "MOST_WEIGHTS",
     "Batches",
+    "ConvDMFA",
     "DensityNetwork",
+    "LinearDMFA",
     "Parameters",
     "Statistics",
     "Units",

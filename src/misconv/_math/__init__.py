@@ -1,6 +1,7 @@
 """The maths that stands by itself: expectations of activations, sizes of convolutions, L×L algebra."""
 
 from misconv._math.activations import ACTIVATIONS, Activation, activation_module, apply_activation
+from misconv._math.draw import Draw, between, hidden_count, lowest
 from misconv._math.expectations import (
     deviation,
     expectation,
@@ -13,21 +14,27 @@ from misconv._math.expectations import (
 from misconv._math.geometry import Padding, Pair, margins, output_size, pair
 from misconv._math.likelihood import NOISE_FLOOR, full_precision, log_prob, score, wide_type
 from misconv._math.linalg import cholesky, triangular_inverse
+from misconv._math.relu import ExpectedReLU
 
 __all__ = [
     "ACTIVATIONS",
     "NOISE_FLOOR",
     "Activation",
+    "Draw",
+    "ExpectedReLU",
     "Padding",
     "Pair",
     "activation_module",
     "apply_activation",
+    "between",
     "cholesky",
     "deviation",
     "expectation",
     "expectation_of_spread",
     "full_precision",
+    "hidden_count",
     "log_prob",
+    "lowest",
     "margins",
     "normal_cdf",
     "normal_pdf",

@@ -12,7 +12,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,62 +32,15 @@ from misconv.paper.inputs import CachedMFA, IncompleteImages, Take
 from misconv.paper.methods import Method, method_named
 from misconv.paper.networks import Classifier
 from misconv.paper.scores import Record
+from misconv.paper.settings import SETTINGS, SHAPES, VALIDATION, Settings
 from misconv.training import fit_density
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["SETTINGS", "SHAPES", "ClassifierSettings", "Experiment", "Settings", "Trained"]
+__all__ = ["Experiment", "Trained"]
 
 
-@dataclass(frozen=True)
-class ClassifierSettings:
-    """A network of `misconv.paper.networks.Classifier` and its training."""
-
-    kind: str  # "small" or "large"
-    epochs: int
-    batch_size: int
-    learning_rate: float
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings of a data set."""
-
-    dmfa: DensitySettings
-    smfa: DensitySettings
-    classifier: ClassifierSettings
-
-    def density(self, name: str) -> DensitySettings:
-        """Those of "smfa" or "dmfa"."""
-        return {"smfa": self.smfa, "dmfa": self.dmfa}[name]
-
-
-# The paper's appendix A. Of the convolutional density the text says a learning rate of 4e-5, then 1e-5; the authors'
-# code runs 4e-4, then 1e-4, and so do we. The paper says nothing of the size of SMFA; here it is that of their code.
-_LINEAR = DensitySettings("LinearDMFA", rank=4, epochs=20, batch_size=48, learning_rates=(4e-5,), clip=None)
-_CONVOLUTIONAL = DensitySettings(
-    "ConvDMFA", rank=4, epochs=100, batch_size=64, learning_rates=(4e-4, 1e-4), mse_epochs=10
-)
-_SMFA = DensitySettings("SMFA", rank=6, components=50, epochs=30)
-# Not in the paper: small enough for a few minutes on a CPU.
-_SMALL = DensitySettings(
-    "ConvDMFA", rank=4, widths=(24, 48), depths=(1, 2, 1), epochs=40, batch_size=48, learning_rates=(3e-3,), cosine=True
-)
-SETTINGS: dict[str, Settings] = {
-    "mnist": Settings(_LINEAR, _SMFA, ClassifierSettings("small", epochs=10, batch_size=24, learning_rate=1e-3)),
-    "svhn": Settings(_CONVOLUTIONAL, _SMFA, ClassifierSettings("small", epochs=25, batch_size=24, learning_rate=1e-3)),
-    "cifar10": Settings(
-        _CONVOLUTIONAL, _SMFA, ClassifierSettings("large", epochs=35, batch_size=64, learning_rate=1e-4)
-    ),
-    "digits": Settings(
-        _SMALL,
-        replace(_SMFA, components=8, rank=4),
-        ClassifierSettings("small", epochs=12, batch_size=24, learning_rate=1e-3),
-    ),
-}
-SHAPES = {"square": 1 / 4, "trapezoid": 1 / 2, "noise": 3 / 4}  # and how much of an image is missing
-VALIDATION = 0.1
 # How many classifiers are trained in one CUDA graph, and how often their state is put on the disk.
 SIDE_BY_SIDE, CHECKPOINT_SECONDS = 48, 60.0
 

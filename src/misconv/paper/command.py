@@ -22,13 +22,14 @@ from misconv._train import one_device
 from misconv.bench import command as bench
 from misconv.paper import tables
 from misconv.paper.cache import Cache
-from misconv.paper.classification import SETTINGS, SHAPES, Experiment, Settings
+from misconv.paper.classification import Experiment
 from misconv.paper.densities import DensitySettings
 from misconv.paper.illustrate import check_drawable, illustrate
 from misconv.paper.methods import TRAINED, method_named
 from misconv.paper.plus import PLUS, Recipe, run_plus, variants_of
 from misconv.paper.quality import SMALLEST
 from misconv.paper.scores import Record
+from misconv.paper.settings import SETTINGS, SHAPES, Settings
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric

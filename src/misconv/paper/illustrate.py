@@ -15,7 +15,8 @@ from misconv.data import ImageSet
 from misconv.layers import MisConv2d
 from misconv.mfa import MFA
 from misconv.paper import figures
-from misconv.paper.classification import SHAPES, Experiment
+from misconv.paper.classification import Experiment
+from misconv.paper.settings import SHAPES
 from misconv.paper.sheet import figure_class
 
 __all__ = ["check_drawable", "illustrate"]

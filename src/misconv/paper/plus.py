@@ -30,12 +30,13 @@ from misconv._train import Job, classifier_job, cosine_schedule, train
 from misconv.mfa import MFA
 from misconv.paper.augment import EXTRA, Augmented, Versions
 from misconv.paper.cache import as_json
-from misconv.paper.classification import VALIDATION, Experiment, Trained
+from misconv.paper.classification import Experiment, Trained
 from misconv.paper.densities import DensitySettings
 from misconv.paper.inputs import CachedMFA, Take, filled, point, zeros_and_mask
 from misconv.paper.methods import method_named
 from misconv.paper.networks import misconv_layer, misconv_layer_with_mask
 from misconv.paper.scores import Record
+from misconv.paper.settings import VALIDATION
 
 __all__ = ["PLUS", "VARIANTS", "Plus", "Recipe", "run_plus", "variants_of"]
 
