@@ -219,7 +219,7 @@ def test_it_is_adam_with_factors_decoupled_decay_and_clipping(fabric: Fabric, de
     start = state(module)
     trained = job(
         fabric, module=module, loss=loss, figures=1, summarise=lambda sums: {}, evaluate=lambda model: (-math.inf, {}),
-        learning_rate=rate, factors=factors, weight_decay=decay, clip=clip, begin=lambda epoch: batches.append([]),
+        learning_rate=rate, learning_rate_scale=factors, weight_decay=decay, clip=clip, begin=lambda epoch: batches.append([]),
     )  # fmt: skip
     train([trained], fabric, epochs=3, progress=False)
     names = {name.removesuffix("."): factor for name, factor in factors.items()}

@@ -224,8 +224,9 @@ class Truth:
         self.slack = torch.einsum("bk,bkohw->bohw", weights, 0.4 * spread * (certain & (spread > 3e-23)))
         self.infinite = (spread > 1.9e19).any(1) & fused
         self.finite = (spread < 1.7e19).all(1) | (not fused)
-        # With a gradient to compare: that of GELU squares means.
-        self.whole = self.finite & ~certain.any(1) & ((mean.abs() < 1e18).all(1) | (not fused))
+        # With a gradient to compare: that of GELU holds the third power of the deviation.
+        low = (mean.abs() < 1e12).all(1) & (spread < 1e12).all(1)
+        self.whole = self.finite & ~certain.any(1) & (low | (activation != "gelu") | (not fused))
 
     def holds(self, y: Tensor, size: Tensor, bound: float) -> bool:
         error = (((y - self.value).abs() - self.slack) / size)[self.finite]
@@ -279,8 +280,9 @@ def test_images_in_any_unit_keep_the_digits_of_float32(scale: float, activation:
         assert truth.holds(y, size, 1e-3 if kernel and scale == 1e-20 else 3e-6)
         if truth.infinite.any():
             continue  # its gradient is none
+        bound = 1e-3 if kernel and scale == 1e-20 else 1e-4
         for ours, expected in zip(gradients, references, strict=True):
-            assert (ours - expected).abs().max() < 1e-4 * expected.abs().max() + 1e-6
+            assert (ours - expected).abs().max() < bound * expected.abs().max() + 1e-6
 
 
 @pytest.mark.usefixtures("without_tf32")

@@ -234,6 +234,22 @@ def test_isinstance_takes_tuples_in_the_core() -> None:
                 assert not isinstance(node.args[1], ast.BinOp), f"{name}: {ast.unparse(node)}"
 
 
+def test_what_is_compiled_imports_rooms_and_not_the_package() -> None:
+    """`from misconv import …` inside a function: torch 2.11 cannot trace it, for the package is a subclass of a module."""
+    for name in (
+        "mfa",
+        "functional",
+        "layers",
+        "density",
+        "convert",
+        *(n for n in MODULES if n.startswith(("_conv", "_math"))),
+    ):
+        for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                inner = [n for n in ast.walk(node) if isinstance(n, ast.ImportFrom)]
+                assert all(n.module != "misconv" for n in inner), name
+
+
 def test_unflatten_is_called_as_a_function() -> None:
     """`Tensor.unflatten` cannot be compiled by torch 2.11 while a default device is set; `torch.unflatten` can."""
     for path in SOURCE.rglob("*.py"):

@@ -147,7 +147,12 @@ def test_a_converted_network_goes_on_learning(tmp_path: Path) -> None:
         net(x).square().sum().backward()
     for (name, mine), theirs in zip(model.named_parameters(), loaded.parameters(), strict=True):
         assert (mine.grad is None) == (theirs.grad is None), name
-        assert mine.grad is None or torch.equal(bits(mine.grad), bits(theirs.grad)), name
+        if mine.grad is None or theirs.grad is None:
+            continue
+        if mine.is_cuda:  # where gradients of pooling are added up in any order
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-4 * float(mine.grad.abs().max()))
+        else:
+            assert torch.equal(bits(mine.grad), bits(theirs.grad)), name
 
 
 def replaced(network: Any) -> Any:

@@ -162,9 +162,9 @@ class MFA:
         scored = self._check_pixels(x, where, "where")
         tensors = (*self._parameters(), x, None if where is None else scored, self.observed)
         if self._fused(x):
-            from misconv import _triton
+            from misconv._triton import log_prob as fused_log_prob
 
-            return _triton.log_prob(*tensors, floor=NOISE_FLOOR, plain=log_prob)
+            return fused_log_prob(*tensors, floor=NOISE_FLOOR, plain=log_prob)
         return log_prob(*tensors)
 
     def condition(self, x: Tensor, observed: Tensor) -> MFA:

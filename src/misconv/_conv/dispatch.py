@@ -29,10 +29,10 @@ def respond(p: MFA, conv: Convolution, norm: Affine | None, activation: Activati
     check_mfa(p)
     check_geometry(*conv.geometry)
     if p.means.is_cuda and HAS_TRITON and not is_plain():
-        from misconv import _triton  # takes its time to import, and may not be there
+        from misconv._triton import respond as fused_response  # takes its time to import, and may not be there
 
         # The kernels look at shapes and types themselves: a check of every argument would cost more than a launch.
-        fused = _triton.respond(p, conv, norm, activation, plain_path(conv, activation))
+        fused = fused_response(p, conv, norm, activation, plain_path(conv, activation))
         if fused is not None:
             return fused
     check_convolution(p, conv)
