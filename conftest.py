@@ -31,10 +31,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 # `make test` runs the core first, for a quick answer, and then the rest: all other files, and tests of the core that
 # compile or export, and those of gradients and by Monte Carlo, which take longest.
-CORE = (
-    "test_house", "test_checks", "test_missing", "test_expectations", "test_mfa", "test_functional", "test_layers",
-    "test_impute",
-)  # fmt: skip
+CORE = ("test_house", "test_checks", "test_missing", "test_mfa", "test_functional", "test_layers")
 SLOW = ("compile", "export", "onnx", "gradient", "monte_carlo")
 
 
