@@ -13,7 +13,7 @@ from misconv._math import Padding, Pair, margins, output_size, pair
 __all__ = ["Convolution"]
 
 
-@dataclass(eq=False)  # not a named tuple, whose properties torch 2.8 cannot compile
+@dataclass(frozen=True, eq=False)  # not a named tuple, whose properties torch 2.8 cannot compile
 class Convolution:
     """A convolution: its filters, and how they move over an image.
 
