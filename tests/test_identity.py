@@ -173,11 +173,11 @@ def test_a_fingerprint_tells_values_places_shapes_and_types(dtype: torch.dtype) 
 
 def test_a_fingerprint_of_many_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same, in whatever parts it is computed."""
-    x = torch.randn(1000)
+    x = torch.randn(200)
     whole = fingerprint(x)
     monkeypatch.setattr("misconv._train.identity._CHUNK", 7)
     assert fingerprint(x) == whole
-    assert len({fingerprint(x.roll(n)) for n in range(1000)}) == 1000
+    assert len({fingerprint(x.roll(n)) for n in range(200)}) == 200
     assert fingerprint(torch.zeros(0)) != fingerprint(torch.zeros(0, 2))
 
 

@@ -189,10 +189,10 @@ class MFA:
         observed = self._check_pixels(x, observed, "observed")
         known = observed if self.observed is None else observed | self.observed
         if self._fused(x, gradients=False):
-            from misconv import _triton
+            from misconv._triton import condition as fused_condition
 
             tensors = (*self._parameters(), x, observed, self.observed)
-            logits, means, factors = _triton.condition(*tensors, floor=NOISE_FLOOR)
+            logits, means, factors = fused_condition(*tensors, floor=NOISE_FLOOR)
             return MFA(logits, means, factors, self.noise, known, check=False)
         fresh = observed if self.observed is None else observed & ~self.observed
         likelihood, root_inverse, latent = score(self.means, self.factors, self.noise, x, fresh)
