@@ -19,7 +19,7 @@ from tests.fuzz import runner
 
 ROOT = Path(__file__).parent.parent.parent
 # Cases in this process; those that fork have a process of their own, without the threads of a test runner.
-HERE = {"maths": 800, "leak": 250, "networks": 200, "calls": 250}
+HERE = {"maths": 400, "leak": 125, "networks": 100, "calls": 250}
 FORKING = {"kills": 20, "files": 150}
 
 
