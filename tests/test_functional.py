@@ -527,6 +527,7 @@ def test_bad_convolutions() -> None:
         ({"weight": np.zeros((4, 3, 3, 3))}, TypeError, r"weight must be a floating-point tensor .*, got a float64 numpy array of shape"),
         ({"weight": torch.zeros(4, 3, 3, 3).to_sparse()}, TypeError, "weight must be a dense tensor, got a sparse_coo float"),
         ({"bias": [0.0] * 4}, TypeError, r"bias must be a floating-point tensor \(4,\) or None, got"),
+        ({"bias": torch.zeros(4).to_sparse()}, TypeError, "bias must be a dense tensor, got a sparse_coo float"),
         ({"bias": torch.zeros(4, device="meta")}, ValueError, "bias must be on the device of the images, .*, got a .* on meta"),
     ],
 )  # fmt: skip

@@ -91,6 +91,7 @@ def _check_bias(bias: Tensor | None, weight: Tensor) -> None:
         return
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
         raise TypeError(f"bias must be a floating-point tensor ({weight.shape[0]},) or None, got {describe(bias)}")
+    check_dense("bias", bias)  # before its shape is asked for, which a nested tensor does not have
     if tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"bias must have shape ({weight.shape[0]},), one per output channel, got {describe(bias)}")
 
