@@ -24,7 +24,7 @@ from misconv import data, missing
 from misconv._store import places as _places
 from misconv.demo import experiment as demo
 from misconv.demo import report
-from misconv.demo.experiment import Demo, Density, Method
+from misconv.demo.experiment import Demo, Density, MethodResult
 from misconv.paper import pictures as _pictures
 
 TINY = {"images": 200, "train": 120, "validation": 30, "dmfa_epochs": 2, "classifier_epochs": 1, "seeds": 2}
@@ -171,9 +171,9 @@ def test_one_seed_has_no_spread(result: Demo, tmp_path: Path) -> None:
 def test_the_verdict_is_honest(result: Demo, ours: list[float], other: list[float], expected: str) -> None:
     settings = {**result.settings, "images": 1797, "train": 1200, "validation": 200}
     methods = [
-        Method("k-NN", "", other),
-        Method("MisConv (DMFA)", "", ours),
-        Method("complete images", "", [0.99, 0.99]),
+        MethodResult("k-NN", "", other),
+        MethodResult("MisConv (DMFA)", "", ours),
+        MethodResult("complete images", "", [0.99, 0.99]),
     ]
     assert expected in report.verdict(dataclasses.replace(result, settings=settings, methods=methods))
 

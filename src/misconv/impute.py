@@ -21,7 +21,7 @@ __all__ = ["KNN", "Mean", "by_density", "zero"]
 _WORK_BYTES = 256 * 2**20
 # Pairs of a missing pixel and a possible donor that are looked at together: few enough to stay in a cache.
 _PAIRS = 2**20
-# Distances are compared without so many of their last bits, which rounding has made up.
+# Distances are compared without this number of their last bits, which are rounding.
 _NOISY_BITS = 16
 
 

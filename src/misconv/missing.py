@@ -178,7 +178,7 @@ def _whole(left: Tensor, right: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
     lost = torch.stack([start - left, right - end])  # by rounding, at either side
     short = hidden - (end - start).sum(2, keepdim=True)
     more = short.sign()
-    # In so many rows as are needed, those that lost the most (or gained, where too much is hidden), one side moves. It
+    # In as many rows as needed, those that lost the most (or gained, where too much is hidden), one side moves. It
     # lost something itself, so it neither leaves the image nor meets the other side.
     rank = torch.argsort(lost.sum(0) * more, dim=2, descending=True, stable=True).argsort(2)
     move = torch.where(rank < short.abs(), more, 0)

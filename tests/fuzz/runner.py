@@ -119,7 +119,7 @@ def run_many(kind: str, first: int, count: int, device: str = "cpu") -> Tally:
 def run(
     kinds: Sequence[str], *, cases: int | None, minutes: float | None, processes: int, seed: int, device: str
 ) -> dict[str, Tally]:
-    """All kinds side by side, each `cases` times or all together for so many minutes."""
+    """All kinds side by side, each `cases` times or all together for `minutes`."""
     tallies = {kind: Tally() for kind in kinds}
     ends = time.monotonic() + 60 * (minutes if minutes is not None else 1e9)
     following = dict.fromkeys(kinds, seed)  # the next seed of each

@@ -20,7 +20,7 @@ class Pace:
     """How much time a row may take."""
 
     seconds: float = 0.15  # for each contender of a row …
-    least: int = 5  # … but at least so many bursts, or three where that would take four times as long
+    least: int = 5  # … but at least this many bursts, or three where that would take four times as long
     most: int = 60
     burst: float = 0.005  # seconds a burst should last
     calls: int = 50  # in a burst, at most
@@ -69,7 +69,7 @@ def _calls(contender: Contender, device: torch.device, pace: Pace) -> int:
 
 
 def _burst(contender: Contender, runs: int, device: torch.device) -> float:
-    """Seconds of so many runs in a row."""
+    """Seconds of `runs` runs in a row."""
     run = contender.run
     with contender.around():
         if device.type != "cuda":

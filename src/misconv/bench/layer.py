@@ -61,7 +61,7 @@ class Setting:
         return replace(self, batch=batch, size=size, filters=max(self.filters // 8, 2))
 
     def plain_bytes(self, kind: Kind) -> float:
-        """About what the plain path allocates on the way: so many tensors of the size of the output."""
+        """About what the plain path allocates on the way, in tensors of the size of the output."""
         tensors = self.rank + 5 if kind == "forward" else 2 * self.rank + 10
         return 4.0 * math.prod(self.output) * self.components * tensors
 

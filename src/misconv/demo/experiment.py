@@ -25,7 +25,7 @@ from misconv.paper.inputs import IncompleteImages
 from misconv.paper.methods import TRAINED, method_named
 from misconv.training import fit_classifier, fit_density
 
-__all__ = ["SETTINGS", "Demo", "Density", "Method", "run"]
+__all__ = ["SETTINGS", "Demo", "Density", "MethodResult", "run"]
 
 SETTINGS: dict[str, Any] = {
     "images": 1797,  # of which …
@@ -47,7 +47,7 @@ Inputs = MFA | Tensor | tuple[Tensor, ...]
 
 
 @dataclass
-class Method:
+class MethodResult:
     """One row of the table."""
 
     name: str
@@ -84,7 +84,7 @@ class Demo:
     """Everything the report shows."""
 
     settings: dict[str, Any]
-    methods: list[Method]
+    methods: list[MethodResult]
     densities: list[Density]
     seconds: float
     truth: Tensor  # some test images (N, 1, 8, 8)
@@ -173,10 +173,10 @@ def compare(
     filled = {method_named(name).title: _filled(inputs[name]) for name in ("zero", "mean", "knn")}
     filled["DMFA"] = dmfa.mean
 
-    methods: list[Method] = []
+    methods: list[MethodResult] = []
     first_layer: nn.Module | None = None
     for each in TRAINED:
-        method = Method(each.long_title or each.title, each.description)
+        method = MethodResult(each.long_title or each.title, each.description)
         say(f"Training the classifier: {method.name}")
         for number in range(chosen["seeds"]):
             network = _train(each, inputs[each.name], labels, train, validation, chosen, seed + number, progress)

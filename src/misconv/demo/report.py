@@ -22,7 +22,7 @@ from markupsafe import Markup, escape
 
 from misconv._store import check_new_or_ours, commit, read_json, try_place
 from misconv._version import __version__
-from misconv.demo.experiment import SETTINGS, Demo, Density, Method
+from misconv.demo.experiment import SETTINGS, Demo, Density, MethodResult
 from misconv.paper.pictures import DIFFERENCE, INK, RESPONSE, UNSURE, paint
 from misconv.store import write_bytes
 
@@ -108,7 +108,7 @@ def verdict(demo: Demo) -> str:
 # Numbers -----------------------------------------------------------------------------------------------------------
 
 
-def _leaders(demo: Demo) -> tuple[Method, Method, Method]:
+def _leaders(demo: Demo) -> tuple[MethodResult, MethodResult, MethodResult]:
     """The best MisConv, the best of the others, and the bound that saw complete images."""
     bound = demo.methods[-1]
     ours = [m for m in demo.methods if m.name.startswith("MisConv")]
@@ -116,7 +116,7 @@ def _leaders(demo: Demo) -> tuple[Method, Method, Method]:
     return max(ours, key=lambda m: m.mean), max(others, key=lambda m: m.mean), bound
 
 
-def _chance(a: Method, b: Method, tested: int) -> float:
+def _chance(a: MethodResult, b: MethodResult, tested: int) -> float:
     """Two standard errors of a difference: of the trainings, and of the test digits as if each had its own.
 
     Both were tested on the same digits, so the true error is smaller: this errs on the side of doubt.
@@ -163,7 +163,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _spread(method: Method) -> str:
+def _spread(method: MethodResult) -> str:
     return f"{100 * method.mean:.1f}" + (f" ± {100 * method.deviation:.1f}" if len(method.accuracy) > 1 else "")
 
 
