@@ -1,7 +1,7 @@
 """What depends on the version of torch, in one place: its private functions, and what an old compiler cannot do.
 
-torch may change what is private in any release; then this file has to change, and no other. It was tried with torch 2.8
-and 2.15.
+torch may change what is private in any release; then this file has to change, and no other. It was tried with
+torch 2.8, 2.11 and 2.15.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class PartialConv2d(nn.Conv2d):
         super().__init__(*arguments)
 
     # A convolution that needs a second argument.
-    def forward(  # type: ignore[override]  # the mask as well
+    def forward(  # type: ignore[override]  # `observed` as well
         self, x: Tensor, observed: Tensor, *, return_observed: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
         """(B, O, H', W'), and on request where it rests on at least one observed pixel."""

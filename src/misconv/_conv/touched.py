@@ -145,9 +145,9 @@ def _fill_tiles(
         mean, variance = _moments(p, first, sources, None, slope, None)
         # Laid out as the mean is: passes over two layouts at once are slow.
         variance = torch.empty_like(mean, memory_format=torch.contiguous_format).copy_(variance)
-        expected, open_ = _expected(p, nn.ReLU(), mean, variance.clamp_min_(0), chunk.corner[0])
+        expected, differ = _expected(p, nn.ReLU(), mean, variance.clamp_min_(0), chunk.corner[0])
         if mean.shape[1] > 1:
-            expected = torch.where(open_, expected, mean.select(1, 0).relu())
+            expected = torch.where(differ, expected, mean.select(1, 0).relu())
         target.index_copy_(0, place, torch.unflatten(expected, 2, tiles.size))
 
 
@@ -198,17 +198,17 @@ def _cut_tiles(missing: Tensor, listed: Tensor, conv: Convolution) -> _Tiles:
     number = listed.flatten().cumsum(0, dtype=torch.int32).view(listed.shape).mul_(listed)  # (B, H, W), from 1
     seen = [(n - 1) * s + r for n, s, r in zip(size, stride, reach, strict=True)]  # pixels under all windows
     number = _padded(number, around, mode, seen)
-    open_ = number > 0 if listed is missing else _padded(missing.int(), around, mode, seen) > 0
+    incomplete = number > 0 if listed is missing else _padded(missing.int(), around, mode, seen) > 0
     for axis in (0, 1):
         step, span = stride[axis], dilation[axis]
-        shifted = [open_.narrow(1 + axis, k * span, (size[axis] - 1) * step + 1) for k in range(kernel[axis])]
+        shifted = [incomplete.narrow(1 + axis, k * span, (size[axis] - 1) * step + 1) for k in range(kernel[axis])]
         shifted = [t[:, ::step] if axis == 0 else t[:, :, ::step] for t in shifted]
-        open_ = shifted[0]
+        incomplete = shifted[0]
         for t in shifted[1:]:
-            open_ = open_ | t  # (B, H', W') in the end
-    open_ = open_.contiguous()
-    total = int(open_.count_nonzero())
-    rows, columns = (open_.view(torch.uint8).amax(axis) for axis in (2, 1))  # (B, H'), (B, W')
+            incomplete = incomplete | t  # (B, H', W') in the end
+    incomplete = incomplete.contiguous()
+    total = int(incomplete.count_nonzero())
+    rows, columns = (incomplete.view(torch.uint8).amax(axis) for axis in (2, 1))  # (B, H'), (B, W')
     starts = [t.argmax(1) for t in (rows, columns)]
     spans = [t.shape[1] - t.flip(1).argmax(1) - start for t, start in zip((rows, columns), starts, strict=True)]
     spans = [span * rows.amax(1) for span in spans]  # (B,), the sides of the box around all touched windows
@@ -221,7 +221,7 @@ def _cut_tiles(missing: Tensor, listed: Tensor, conv: Convolution) -> _Tiles:
     whole = [max(n, c * t) for n, c, t in zip(size, counts, tile, strict=True)]  # windows that tiles may hold
     inside = whole == list(size)
     if not inside:
-        open_ = F.pad(open_, (0, whole[1] - size[1], 0, whole[0] - size[0]))
+        incomplete = F.pad(incomplete, (0, whole[1] - size[1], 0, whole[0] - size[0]))
         number = F.pad(number, (0, (whole[1] - size[1]) * stride[1], 0, (whole[0] - size[0]) * stride[0]))
     first = [  # (B, tiles of an image along this axis)
         start.clamp_max(n - c * t).unsqueeze(1) + torch.arange(c, device=number.device) * t
@@ -229,7 +229,7 @@ def _cut_tiles(missing: Tensor, listed: Tensor, conv: Convolution) -> _Tiles:
     ]
     image = torch.arange(len(missing), device=number.device).view(-1, 1, 1).expand(-1, *counts).flatten()
     row, column = (t.expand(-1, *counts).flatten() for t in (first[0].unsqueeze(2), first[1].unsqueeze(1)))
-    touched = _blocks(open_, image, row, column, tile).flatten(1)  # (tiles, th·tw)
+    touched = _blocks(incomplete, image, row, column, tile).flatten(1)  # (tiles, th·tw)
     chosen = touched.any(1)
     if not chosen.all():
         touched, image, row, column = (t[chosen] for t in (touched, image, row, column))
