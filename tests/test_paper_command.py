@@ -205,12 +205,14 @@ def test_what_is_there_is_only_printed(file: Path, first: tuple[Path, Result]) -
 def test_a_table_that_is_stopped_again_and_again_comes_out_the_same(
     file: Path, first: tuple[Path, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge, calls = _engine.Running.judge, 0
+    # Each run is given twice as long, so that a group of jobs that goes on by whole epochs gets somewhere too.
+    judge, calls, limit = _engine.Running.judge, 0, 8
 
     def stop(self: Any, epoch: int) -> None:
-        nonlocal calls
+        nonlocal calls, limit
         calls += 1
-        if calls % 12 == 0:
+        if calls == limit:
+            calls, limit = 0, 2 * limit
             raise KeyboardInterrupt
         judge(self, epoch)
 
@@ -222,7 +224,7 @@ def test_a_table_that_is_stopped_again_and_again_comes_out_the_same(
         assert not (tmp_path / "table-1-digits.json").exists()
         results.append(digits("1", file, tmp_path))
     assert results[-1].exit_code == 0, results[-1].output
-    assert len(results) > 3
+    assert len(results) >= 3
     assert shown(results[-1]) == shown(first[1])
     assert numbers(read(tmp_path / "table-1-digits.json")) == numbers(read(first[0] / "table-1-digits.json"))
 
@@ -276,7 +278,7 @@ def test_several_data_sets_stand_side_by_side(file: Path, tmp_path: Path, monkey
 def test_one_thread_makes_a_table_on_a_cpu(
     file: Path, first: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums depend on the number of threads."""
+    """Sums depend on the number of threads. Where a GPU makes it, threads are left as they are."""
     seen: list[int] = []
     made = command._units
 
@@ -289,7 +291,8 @@ def test_one_thread_makes_a_table_on_a_cpu(
     try:
         torch.set_num_threads(2)
         assert digits("1", file, first[0]).exit_code == 0
-        assert (seen, torch.get_num_threads()) == ([1], 2)
+        on_cpu = torch.get_default_device().type == "cpu"
+        assert (seen, torch.get_num_threads()) == ([1 if on_cpu else 2], 2)
     finally:
         torch.set_num_threads(before)
 
