@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
@@ -56,13 +57,32 @@ def pixels(figure: Figure) -> Pixels:
     return np.asarray(canvas.buffer_rgba()).copy()
 
 
-def words(figure: Figure) -> list[str]:
-    return [text.get_text() for text in figure.texts]
+def title(figure: Figure) -> str:
+    return figure.get_suptitle()
 
 
-def panel(figure: Figure, number: int) -> Pixels:
-    """The picture of a panel, in the order they were made."""
-    (image,) = figure.axes[number].images
+def labels(figure: Figure) -> list[str]:
+    """Of the rows."""
+    return [row[0].get_ylabel() for row in panels(figure)]
+
+
+def panels(figure: Figure) -> list[list[Axes]]:
+    """By row and column; colour bars are not among them."""
+    rows: dict[int, list[Axes]] = {}
+    for axes in figure.axes:
+        spec = axes.get_subplotspec()
+        if spec is not None and axes.get_label() != "<colorbar>":
+            rows.setdefault(spec.rowspan.start, []).append(axes)
+    return [rows[row] for row in sorted(rows)]
+
+
+def bars(figure: Figure) -> list[Axes]:
+    return [axes for axes in figure.axes if axes.get_label() == "<colorbar>"]
+
+
+def panel(figure: Figure, row: int, column: int) -> Pixels:
+    """The picture of a panel."""
+    (image,) = panels(figure)[row][column].images
     return np.asarray(image.get_array())
 
 
@@ -71,20 +91,22 @@ def panel(figure: Figure, number: int) -> Pixels:
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize(
-    ("kind", "panels"),
+    ("kind", "pictures", "scales"),
     [
-        ("masks", 2 * 4),
-        ("responses", 2 * (2 + 3 * 3) + 2 * 3),  # two scales for each filter
-        ("imputations", 2 * (1 + 2 + 2 + 2 + 1) + 1),  # and a scale
+        ("masks", 2 * 4, 0),
+        ("responses", 2 * (2 + 3 * 3), 2 * 3),  # two scales for each filter
+        ("imputations", 2 * (1 + 2 + 2 + 2 + 1), 1),
     ],
 )
-def test_every_panel_is_there_and_can_be_saved(kind: str, panels: int, channels: int, tmp_path: Path) -> None:
+def test_every_panel_is_there_and_can_be_saved(
+    kind: str, pictures: int, scales: int, channels: int, tmp_path: Path
+) -> None:
     figure = make(kind, channels)
-    assert len(figure.axes) == panels
-    assert all(len(axes.images) == 1 for axes in figure.axes)
+    assert sum(len(axes.images) for row in panels(figure) for axes in row) == pictures
+    assert len(bars(figure)) == scales
     figure.savefig(tmp_path / "figure.png")
     with Image.open(tmp_path / "figure.png") as saved:
-        assert saved.size == tuple(np.round(figure.get_size_inches() * 150).astype(int))
+        assert saved.size == pytest.approx(figure.get_size_inches() * 150, abs=1)
     figure.savefig(tmp_path / "figure.pdf")
 
 
@@ -100,25 +122,30 @@ def test_no_words_meet(kind: str, count: int, side: int) -> None:
         assert not a.overlaps(b), (texts[boxes.index(a)], texts[boxes.index(b)])
     for text, box in zip(texts, boxes, strict=True):
         assert figure.bbox.x0 <= box.x0
+        assert figure.bbox.y0 <= box.y0
         assert box.x1 <= figure.bbox.x1, text
+        assert box.y1 <= figure.bbox.y1, text
         assert not any(box.overlaps(axes.bbox) for axes in figure.axes), text
 
 
-def test_pictures_are_not_resampled() -> None:
-    """A panel is as many pixels wide as its picture."""
-    for side in (8, 28, 32, 64):
-        figure = make("masks", 1, 1, side)
-        assert figure.axes[0].bbox.width == pytest.approx(panel(figure, 0).shape[1])
-        assert figure.axes[0].bbox.x0 == pytest.approx(round(figure.axes[0].bbox.x0))
+@pytest.mark.parametrize("kind", ["masks", "responses", "imputations"])
+def test_pixels_of_an_image_are_squares(kind: str) -> None:
+    """And all panels of a figure have one size."""
+    figure = make(kind, 1, 3, 28)
+    pixels(figure)
+    boxes = [axes.get_window_extent() for row in panels(figure) for axes in row if axes.images]
+    assert all(box.width == pytest.approx(box.height, abs=1) for box in boxes)
+    assert all(box.width == pytest.approx(boxes[0].width, abs=1) for box in boxes)
+    assert boxes[0].width > 100
 
 
 def test_images_need_not_be_square_or_float_or_on_the_cpu() -> None:
     x = torch.randint(0, 256, (2, 3, 8, 20), dtype=torch.uint8)
     figure = figures.masks(x, {"left": torch.arange(20).view(1, 1, 1, 20).expand(2, 1, 8, 20) >= 10})
-    height, width, _ = panel(figure, 0).shape
+    height, width, _ = panel(figure, 0, 0).shape
     assert width / height == 20 / 8
     scale = width // 20
-    assert (panel(figure, 0)[::scale, ::scale] == x[0].permute(1, 2, 0).cpu().numpy()).all()
+    assert (panel(figure, 0, 0)[::scale, ::scale] == x[0].permute(1, 2, 0).cpu().numpy()).all()
 
 
 def test_the_default_device_is_of_no_account() -> None:
@@ -140,12 +167,12 @@ def test_what_is_drawn_at_missing_places_does_not_depend_on_what_is_there(channe
         one = figures.masks(x, observed)
         other = figures.masks(torch.where(seen, x, 1 - x), observed)
         for column in range(2):
-            number = 4 * column + row  # a column for each image
-            assert (panel(one, number) == panel(other, number)).all(), name
-            assert (panel(one, 4 * column) != panel(other, 4 * column)).any()
-            scale = panel(one, number).shape[0] // 8
+            drawn = panel(one, row, column)
+            assert (drawn == panel(other, row, column)).all(), name
+            assert (panel(one, 0, column) != panel(other, 0, column)).any()
+            scale = drawn.shape[0] // 8
             gone = np.kron((~seen[column, 0]).cpu().numpy(), np.ones((scale, scale))) > 0
-            colours = {tuple(int(c) for c in colour) for colour in panel(one, number)[gone]}
+            colours = {tuple(int(c) for c in colour) for colour in drawn[gone]}
             assert colours == set(_pictures.MISSING)
 
 
@@ -166,15 +193,18 @@ def test_a_pixel_is_missing_if_any_channel_is() -> None:
     in_one_channel[:, 1:2] = observed
     drawn = [pixels(figures.masks(x, {"square": o})) for o in (observed, observed.expand_as(x), in_one_channel)]
     assert (drawn[0] == drawn[1]).all()
-    assert (panel(figures.masks(x, {"a": observed}), 1) == panel(figures.masks(x, {"a": in_one_channel}), 1)).all()
+    assert (
+        panel(figures.masks(x, {"a": observed}), 1, 0) == panel(figures.masks(x, {"a": in_one_channel}), 1, 0)
+    ).all()
 
 
 # What they show ----------------------------------------------------------------------------------------------------
 
 
 def test_masks_say_how_much_is_missing() -> None:
-    assert words(make("masks", 1)) == [
-        "Missing pixels are striped",
+    figure = make("masks", 1)
+    assert title(figure) == "Missing pixels are striped"
+    assert labels(figure) == [
         "complete",
         "square\n25 % missing",
         "trapezoid\n50 % missing",
@@ -187,11 +217,11 @@ def test_the_filters_are_those_where_the_two_differ_most() -> None:
     imputed = torch.rand(2, 5, 8, 8)
     expected = imputed + torch.tensor([0.1, 0.0, 0.5, 0.05, -0.9]).view(5, 1, 1)
     figure = figures.responses(imputed, expected, x, observed, x, channels=3)
-    assert [text for text in words(figure) if text.startswith("filter")] == ["filter 5", "filter 3", "filter 1"]
-    # After the inputs: for each filter and image the imputed one, the expected one, the difference.
-    columns = figure.axes[4:]
-    for start, o in ((0, 4), (8, 2), (16, 0)):
-        shown = [axes.images[0] for axes in columns[start : start + 6]]
+    rows = panels(figure)
+    assert [axes.get_title() for axes in rows[0]] == ["input", "filter 5", "filter 3", "filter 1"]
+    # For each image the imputed response, the expected one, the difference.
+    for column, o in ((1, 4), (2, 2), (3, 0)):
+        shown = [row[column].images[0] for row in rows]
         np.testing.assert_allclose(shown[3].get_array(), imputed[1, o].cpu().numpy())
         np.testing.assert_allclose(shown[4].get_array(), expected[1, o].cpu().numpy())
         np.testing.assert_allclose(shown[5].get_array(), (expected - imputed)[1, o].cpu().numpy())
@@ -206,8 +236,9 @@ def test_a_layer_with_few_filters_or_a_stride() -> None:
     x, observed = some()
     same = torch.rand(2, 2, 4, 4)
     figure = figures.responses(same, same, x, observed, x)
-    assert len(figure.axes) == 2 * (2 + 3 * 2) + 2 * 2
-    assert all(axes.images[0].get_extent() == [0, 8, 8, 0] for axes in figure.axes[4:10])
+    rows = panels(figure)
+    assert (len(rows), {len(row) for row in rows}, len(bars(figure))) == (3 * 2, {3}, 2 * 2)
+    assert all(axes.images[0].get_extent() == [0, 8, 8, 0] for row in rows for axes in row[1:])
     pixels(figure)
 
 
@@ -215,7 +246,7 @@ def test_the_outline_goes_around_the_missing_region() -> None:
     hidden = torch.zeros(1, 1, 8, 8, dtype=torch.bool)
     hidden[..., 2:5, 4:] = True  # it reaches the edge
     figure = figures.imputations(torch.rand(1, 1, 8, 8), ~hidden, {}, {})
-    (lines,) = [c for c in figure.axes[1].collections if isinstance(c, LineCollection)]
+    (lines,) = [c for c in panels(figure)[1][0].collections if isinstance(c, LineCollection)]
     ends = np.concatenate([path.vertices for path in lines.get_paths()])
     assert (ends.min(0).tolist(), ends.max(0).tolist()) == ([4, 2], [8, 5])
     assert len(lines.get_paths()) == 2 * (3 + 4)
@@ -223,12 +254,13 @@ def test_the_outline_goes_around_the_missing_region() -> None:
 
 def test_scattered_pixels_have_no_outline() -> None:
     figure = figures.masks(some()[0], shapes())
-    assert [bool(axes.collections) for axes in figure.axes[:4]] == [False, True, True, False]
+    assert [bool(row[0].collections) for row in panels(figure)] == [False, True, True, False]
 
 
 def test_imputations_name_their_rows() -> None:
-    assert words(make("imputations", 1)) == [
-        "What the missing pixels may be",
+    figure = make("imputations", 1)
+    assert title(figure) == "What the missing pixels may be"
+    assert labels(figure) == [
         "incomplete",
         "filled in by\nk-NN",
         "filled in by\nDMFA",
@@ -239,7 +271,7 @@ def test_imputations_name_their_rows() -> None:
         "truth",
     ]
     x, observed = some()
-    assert words(figures.imputations(x, observed, {}, {}, None))[1:] == ["incomplete", "truth"]
+    assert labels(figures.imputations(x, observed, {}, {}, None)) == ["incomplete", "truth"]
 
 
 def test_deviations_share_one_scale_that_ends_at_a_half() -> None:
@@ -247,17 +279,19 @@ def test_deviations_share_one_scale_that_ends_at_a_half() -> None:
     for highest, end, label in ((0.25, 0.25, "0.25"), (7.0, 0.5, "≥ 0.5")):
         unsure = {"SMFA": torch.full_like(x, 0.1), "DMFA": torch.full_like(x, highest)}
         figure = figures.imputations(x, observed, {}, unsure)
-        maps = [axes.images[0] for axes in figure.axes if axes.images[0].cmap.name == "UNSURE"]
-        assert len(maps) == 2 * 2 + 1
+        maps = [axes.images[0] for row in panels(figure)[1:3] for axes in row]
+        assert [m.cmap.name for m in maps] == ["UNSURE"] * 4
         assert all(m.get_clim() == pytest.approx((0, end)) for m in maps)
-        assert [t.get_text() for t in figure.axes[-1].texts] == ["0", label, "standard deviation"]
+        (bar,) = bars(figure)
+        assert bar.get_ylim() == pytest.approx((0, end))
+        assert ([t.get_text() for t in bar.get_yticklabels()], bar.get_ylabel()) == (["0", label], "standard deviation")
 
 
 def test_the_deviation_of_a_colour_is_the_root_mean_square() -> None:
     x, observed = some(3)
     unsure = torch.rand_like(x) / 4
     figure = figures.imputations(x, observed, {}, {"DMFA": unsure})
-    shown = next(axes.images[0] for axes in figure.axes if axes.images[0].cmap.name == "UNSURE")
+    shown = panels(figure)[1][0].images[0]
     np.testing.assert_allclose(shown.get_array(), unsure[0].square().mean(0).sqrt().cpu().numpy(), rtol=1e-6)
 
 

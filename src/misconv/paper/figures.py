@@ -7,7 +7,8 @@ whatever they hold, and where something was filled in, a magenta line goes aroun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,16 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from misconv._checks import check_images, check_observed, check_size, describe
-from misconv.paper.sheet import GAP, TEXT, Sheet, scale, sheet_for
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["imputations", "masks", "responses"]
+    Panels = list[list[Axes]]  # by row and column
 
+__all__ = ["figure_class", "imputations", "masks", "responses"]
+
+DPI = 150
+PANEL = 176  # about the width of a picture, in pixels
+TITLE, TEXT = 11.5, 9.5  # in points
+DARK, GREY, EDGE = "#182038", "#5b6274", "#c9cdd6"
 WIDEST = 0.5  # of a standard deviation: no value between 0 and 1 deviates by more
-GREY = "#5b6274"
 
 
 def masks(images: Tensor, observed_by_shape: dict[str, Tensor]) -> Figure:
@@ -39,12 +44,13 @@ def masks(images: Tensor, observed_by_shape: dict[str, Tensor]) -> Figure:
     if not seen:
         raise ValueError("observed_by_shape must name at least one shape, got an empty dict")
     shares = {name: f"{name}\n{100 * float((~o).double().mean()):.0f} % missing" for name, o in seen.items()}
-    sheet = sheet_for("Missing pixels are striped", ["complete", *shares.values()], len(images), images, breaks=(1,))
+    labels = ["complete", *shares.values()]
+    figure, panels = _panels("Missing pixels are striped", labels, len(images), images, gaps=(1,))
     for column, image in enumerate(images):
-        _picture(sheet.panel(0, column), image)
+        _picture(panels[0][column], image)
         for row, observed in enumerate(seen.values(), 1):
-            _picture(sheet.panel(row, column), image, ~observed[column], gone=True)
-    return sheet.figure
+            _picture(panels[row][column], image, ~observed[column], gone=True)
+    return figure
 
 
 def responses(
@@ -76,22 +82,21 @@ def responses(
     check_size("channels", channels)
     difference = expected - imputed
     chosen = difference.square().mean((0, 2, 3)).topk(min(channels, imputed.shape[1])).indices.tolist()
-    sheet = sheet_for(
+    figure, panels = _panels(
         "Responses of the first layer, in the filters where MisConv differs most from MFA imputation",
         ["MFA imputation", "MisConv", "MisConv minus\nMFA imputation"] * len(images),
         1 + len(chosen),
         images,
         heads=["input", *(f"filter {o + 1}" for o in chosen)],
-        breaks=range(3, 3 * len(images), 3),
-        below=96,
+        gaps=range(3, 3 * len(images), 3),
     )
     for i, (image, hidden) in enumerate(zip(images, ~seen, strict=True)):
-        _picture(sheet.panel(3 * i, 0), filled[i], hidden)
-        _picture(sheet.panel(3 * i + 1, 0), image, hidden, gone=True)
+        _picture(panels[3 * i][0], filled[i], hidden)
+        _picture(panels[3 * i + 1][0], image, hidden, gone=True)
+        panels[3 * i + 2][0].spines[:].set_visible(False)  # keeps the label of its row
     for column, o in enumerate(chosen, 1):
-        _filter(sheet, column, imputed[:, o], expected[:, o], ~seen)
-    _scale_names(sheet)
-    return sheet.figure
+        _filter(figure, [row[column] for row in panels], imputed[:, o], expected[:, o], ~seen)
+    return figure
 
 
 def imputations(
@@ -124,32 +129,83 @@ def imputations(
         **{f"possible:\nsample {s}": x for s, x in enumerate(drawn, 1)},
     }
     doubts = 1 + len(filled), 1 + len(filled) + len(unsure)  # the rows of `unsure`
-    labels, breaks = ["incomplete", *pictures, "truth"], {1, *doubts, 1 + len(pictures)}
-    title, right = "What the missing pixels may be", 124 if unsure else 0
-    sheet = sheet_for(title, labels, len(truth), truth, breaks=breaks, right=right)
+    labels, gaps = ["incomplete", *pictures, "truth"], {1, *doubts, 1 + len(pictures)}
+    figure, panels = _panels("What the missing pixels may be", labels, len(truth), truth, gaps=gaps)
     highest = max((float(d.max()) for d in unsure.values()), default=0.0) or WIDEST
     high = min(highest, WIDEST)
     for column, hidden in enumerate(~seen):
-        _picture(sheet.panel(0, column), truth[column], hidden, gone=True)
-        _picture(sheet.panel(len(labels) - 1, column), truth[column], hidden)
+        _picture(panels[0][column], truth[column], hidden, gone=True)
+        _picture(panels[-1][column], truth[column], hidden)
         for row, x in enumerate(pictures.values(), 1):
             if x.dim() == 4:
-                _picture(sheet.panel(row, column), x[column], hidden)
+                _picture(panels[row][column], x[column], hidden)
             else:
-                _map(sheet.panel(row, column), x[column], hidden.shape, "UNSURE", 0, high)
+                _map(panels[row][column], x[column], hidden.shape, "UNSURE", 0, high)
     if unsure:
-        _bar(sheet.beside(doubts[0], doubts[1] - 1), "UNSURE", 0, high, "standard deviation", cut=highest > high)
-    return sheet.figure
+        beside = [axes for row in panels[slice(*doubts)] for axes in row]
+        _colour_bar(figure, beside, "UNSURE", 0, high, "standard deviation", location="right", cut=highest > high)
+    return figure
 
 
 # Panels ------------------------------------------------------------------------------------------------------------
+
+
+def figure_class() -> type[Figure]:
+    """Matplotlib's."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("figures are drawn by matplotlib: pip install 'misconv[paper]'") from error
+    return Figure
+
+
+def _panels(
+    title: str,
+    labels: Sequence[str],
+    columns: int,
+    images: Tensor,
+    *,
+    heads: Sequence[str] = (),
+    gaps: Collection[int] = (),
+) -> tuple[Figure, Panels]:
+    """A figure with a panel for each row and column, a label for each row, a head for each column.
+
+    Above each of the rows in `gaps` there is some room.
+    """
+    height, width = (_magnification(images) * n for n in images.shape[-2:])
+    ratios = [ratio for row in range(len(labels)) for ratio in ((0.05, 1) if row in gaps else (1,))]
+    # Matplotlib finds the places; the size leaves room for words and is cut where there is more of it.
+    size = ((columns * (width + 8) + 300) / DPI, (sum(ratios) * (height + 12) + 150) / DPI)
+    Figure = figure_class()
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    layout = ConstrainedLayoutEngine(compress=True, w_pad=4 / DPI, h_pad=4 / DPI, wspace=0, hspace=0)
+    figure = Figure(figsize=size, dpi=DPI, facecolor="white", layout=layout)
+    grid = figure.add_gridspec(len(ratios), columns, height_ratios=ratios)
+    rows = [row for row, ratio in enumerate(ratios) if ratio == 1]
+    panels = [[figure.add_subplot(grid[row, column]) for column in range(columns)] for row in rows]
+    for axes in figure.axes:
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set(color=EDGE, linewidth=0.5)
+    for label, (axes, *_) in zip(labels, panels, strict=True):
+        axes.set_ylabel(label, fontsize=TEXT, color=DARK, rotation=0, ha="right", va="center", linespacing=1.35)
+    for head, axes in zip(heads, panels[0], strict=False):
+        axes.set_title(head, fontsize=TEXT, color=DARK)
+    title = textwrap.fill(title, 18 + 12 * columns)
+    figure.suptitle(title, fontsize=TITLE, color=DARK, weight="bold")
+    return figure, panels
+
+
+def _magnification(images: Tensor) -> int:
+    """How many pixels of a panel show one pixel of an image, on one side."""
+    return max(1, round(PANEL / max(images.shape[-2:])))
 
 
 def _picture(axes: Axes, image: Tensor, hidden: Tensor | None = None, *, gone: bool = False) -> None:
     """An image (C, H, W); the hidden pixels (H, W) are striped where they are `gone`, and outlined otherwise."""
     from misconv.paper.pictures import hatching
 
-    times = scale(image)
+    times = _magnification(image)
     rgb = _rgb(image).repeat_interleave(times, 0).repeat_interleave(times, 1)  # (times · H, times · W, 3)
     if hidden is not None and gone:
         inside = hidden.repeat_interleave(times, 0).repeat_interleave(times, 1)
@@ -174,8 +230,7 @@ def _rgb(image: Tensor) -> Tensor:
 def _map(axes: Axes, values: Tensor, size: Sequence[int], colours: str, low: float, high: float) -> None:
     """Numbers (H', W') in colours, stretched over an image of that size."""
     extent = (0, size[1], size[0], 0)
-    options: dict[str, Any] = {"extent": extent, "interpolation": "nearest", "aspect": "auto"}
-    axes.imshow(values.numpy(), cmap=_colours(colours), vmin=low, vmax=high, **options)
+    axes.imshow(values.numpy(), _colours(colours), vmin=low, vmax=high, extent=extent, interpolation="nearest")
 
 
 def _outline(axes: Axes, hidden: Tensor) -> None:
@@ -195,46 +250,44 @@ def _outline(axes: Axes, hidden: Tensor) -> None:
     axes.add_collection(LineCollection(lines, colors=[colour], **options), autolim=False)
 
 
-def _filter(sheet: Sheet, column: int, imputed: Tensor, expected: Tensor, hidden: Tensor) -> None:
+def _filter(figure: Figure, column: Sequence[Axes], imputed: Tensor, expected: Tensor, hidden: Tensor) -> None:
     """One filter's column: (N, H', W') both, on one scale, their difference, and the scales below."""
     low = min(0.0, float(imputed.min()), float(expected.min()))
     high = max(low + 1e-9, float(imputed.max()), float(expected.max()))
     off = max(1e-9, float((expected - imputed).abs().max()))
     for i in range(len(imputed)):
-        for row, values in enumerate((imputed[i], expected[i])):
-            axes = sheet.panel(3 * i + row, column)
-            _map(axes, values, hidden.shape[1:], "RESPONSE", low, high)
+        maps = [(imputed[i], "RESPONSE", low, high), (expected[i], "RESPONSE", low, high)]
+        maps += [(expected[i] - imputed[i], "DIFFERENCE", -off, off)]
+        for axes, (values, colours, lowest, highest) in zip(column[3 * i : 3 * i + 3], maps, strict=True):
+            _map(axes, values, hidden.shape[1:], colours, lowest, highest)
             _outline(axes, hidden[i])
-        axes = sheet.panel(3 * i + 2, column)
-        _map(axes, expected[i] - imputed[i], hidden.shape[1:], "DIFFERENCE", -off, off)
-        _outline(axes, hidden[i])
-    _bar(sheet.under(column, 20), "RESPONSE", low, high)
-    _bar(sheet.under(column, 66), "DIFFERENCE", -off, off)
+    _colour_bar(figure, column, "DIFFERENCE", -off, off, "difference")
+    _colour_bar(figure, column, "RESPONSE", low, high, "response")
 
 
-def _scale_names(sheet: Sheet) -> None:
-    low = sheet.tops[-1] + sheet.panel_height
-    for top, name in ((20, "response"), (66, "difference")):
-        sheet.write(sheet.across(1) - 2 * GAP, low + top + 7, name, ha="right", va="center")
+def _colour_bar(
+    figure: Figure,
+    axes: Sequence[Axes],
+    colours: str,
+    low: float,
+    high: float,
+    name: str,
+    *,
+    location: str = "bottom",
+    cut: bool = False,
+) -> None:
+    """A colour bar between two numbers beside or below some panels; `cut` where there are larger numbers."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
 
-
-def _bar(axes: Axes, colours: str, low: float, high: float, name: str = "", *, cut: bool = False) -> None:
-    """A colour bar between two numbers: lying, or standing with its name beside it; `cut` where there is more."""
-    standing = bool(name)
-    steps = torch.linspace(low, high, 256, device="cpu").double()
-    _map(axes, steps.flip(0).unsqueeze(1) if standing else steps.unsqueeze(0), (1, 1), colours, low, high)
-    axes.set(xticks=[], yticks=[])
-    axes.spines[:].set(color=GREY, linewidth=0.6)
+    scale = ScalarMappable(Normalize(low, high), _colours(colours))
+    size: dict[str, Any] = {"aspect": 12, "shrink": 0.75} if location == "bottom" else {"aspect": 25, "fraction": 0.05}
+    bar = figure.colorbar(scale, ax=axes, location=location, ticks=[low, high], pad=0.01, **size)
     first, last = (f"{value:.2g}".replace("-", "−") for value in (low, high))
-    last = f"≥ {last}" if cut else last
-    options: dict[str, Any] = {"fontsize": TEXT - 1.5, "color": GREY, "textcoords": "offset points"}
-    if standing:
-        axes.annotate(first, (1, 1), (3, 0), va="bottom", **options)
-        axes.annotate(last, (1, 0), (3, 0), va="top", **options)
-        axes.annotate(name, (1, 0.5), (30, 0), va="center", rotation=90, **options)
-    else:
-        axes.annotate(first, (0, 1), (0, -2), ha="left", va="top", **options)
-        axes.annotate(last, (1, 1), (0, -2), ha="right", va="top", **options)
+    bar.set_ticklabels([first, f"≥ {last}" if cut else last], fontsize=TEXT - 1.5, color=GREY)
+    bar.set_label(name, fontsize=TEXT - 1.5, color=GREY)
+    bar.ax.tick_params(length=0)
+    bar.outline.set(edgecolor=GREY, linewidth=0.6)
 
 
 def _colours(name: str) -> Any:

@@ -17,7 +17,6 @@ from misconv.mfa import MFA
 from misconv.paper import figures
 from misconv.paper.classification import Experiment
 from misconv.paper.settings import SHAPES
-from misconv.paper.sheet import figure_class
 
 __all__ = ["check_drawable", "illustrate"]
 
@@ -50,7 +49,7 @@ def illustrate(experiment: Experiment, folder: Path, count: int = 6) -> list[Pat
     paths = []
     for name, figure in drawn.items():
         memory = io.BytesIO()
-        figure.savefig(memory, format="png")
+        figure.savefig(memory, format="png", bbox_inches="tight", pad_inches=0.15)
         paths.append(folder / f"{name}.png")
         store.write_bytes(paths[-1], memory.getvalue())
     return paths
@@ -58,7 +57,7 @@ def illustrate(experiment: Experiment, folder: Path, count: int = 6) -> list[Pat
 
 def check_drawable(images: Sequence[ImageSet]) -> None:
     """Say before any training that matplotlib is not there, or that images are neither grey nor coloured."""
-    figure_class()
+    figures.figure_class()
     for each in images:
         if each.shape[0] not in (1, 3):
             raise ValueError(f"{each.name} must have images of 1 or 3 channels to draw figures, got {each.shape[0]}")
