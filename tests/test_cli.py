@@ -16,11 +16,10 @@ import torch
 from typer.testing import CliRunner, Result
 
 import misconv
-from misconv import cli, data
-from misconv.demo import experiment as demo
+from misconv import cli, data, demo
 from misconv.demo import report
 
-TINY = {"images": 200, "train": 120, "validation": 30, "dmfa_epochs": 2, "classifier_epochs": 1}
+TINY = demo.Settings(images=200, train=120, validation=30, dmfa_epochs=2, classifier_epochs=1)
 METHODS = [
     "zero", "mask", "mean", "k-NN", "partial convolution", "MFA imputation", "MisConv (SMFA)", "MisConv (DMFA)",
     "complete images",
@@ -35,14 +34,14 @@ def call(*arguments: str) -> Result:
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--quick` as quick as it gets."""
     torch.set_default_dtype(torch.float32)
-    monkeypatch.setattr(cli, "QUICK", TINY)
+    monkeypatch.setattr(demo, "QUICK", TINY)
 
 
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refusals must come before the work."""
 
-    def run(**options: Any) -> None:
+    def run(*arguments: Any, **options: Any) -> None:
         raise AssertionError("the experiment was started")
 
     monkeypatch.setattr(demo, "run", run)

@@ -27,7 +27,7 @@ from misconv.demo import report
 from misconv.demo.experiment import Demo, Density, MethodResult
 from misconv.paper import pictures as _pictures
 
-TINY = {"images": 200, "train": 120, "validation": 30, "dmfa_epochs": 2, "classifier_epochs": 1, "seeds": 2}
+TINY = demo.Settings(images=200, train=120, validation=30, dmfa_epochs=2, classifier_epochs=1, seeds=2)
 SECTIONS = [
     "What is missing",
     "What could be there",
@@ -42,7 +42,7 @@ SECTIONS = [
 def result() -> Demo:
     torch.set_default_dtype(torch.float32)
     with torch.device("cpu"):
-        return demo.run(settings=TINY, progress=False)
+        return demo.run(TINY, progress=False)
 
 
 class Page(HTMLParser):
@@ -83,11 +83,13 @@ def test_the_page_has_every_section_method_and_density(result: Demo, tmp_path: P
     for method in result.methods:
         assert f"{100 * method.mean:.1f} ± {100 * method.deviation:.1f}" in page.words
     assert report.verdict(result).replace(" %", "\xa0%").replace("k-NN", "k\u2011NN") in page.words
-    assert "misconv.demo.experiment.run(seed=0" in page.words  # TINY is not what the command does
+    assert (
+        "misconv.demo.run(misconv.demo.Settings(seed=0, seeds=2, images=200" in page.words
+    )  # TINY is not what the command does
 
 
 def test_the_page_tells_the_command_that_makes_it_again(result: Demo, tmp_path: Path) -> None:
-    usual = dataclasses.replace(result, settings={**demo.SETTINGS, "seed": 7, "seeds": 2})
+    usual = dataclasses.replace(result, settings=demo.Settings(seed=7, seeds=2))
     assert "misconv demo --seed 7 --seeds 2" in page_of(usual, tmp_path).words
 
 
@@ -128,12 +130,12 @@ def test_results_hold_every_number(result: Demo, tmp_path: Path) -> None:
     assert [m["name"] for m in facts["methods"]] == [m.name for m in result.methods]
     for stored, method in zip(facts["methods"], result.methods, strict=True):
         assert stored["accuracy"] == method.accuracy
-        assert len(stored["accuracy"]) == TINY["seeds"]
+        assert len(stored["accuracy"]) == TINY.seeds
         assert (stored["mean"], stored["deviation"]) == (method.mean, method.deviation)
     for stored, density in zip(facts["densities"], result.densities, strict=True):
         assert stored == {**vars(density), "coverage": {str(k): v for k, v in density.coverage.items()}}
     assert facts["settings"]["seed"] == 0
-    assert facts["settings"]["train"] == TINY["train"]
+    assert facts["settings"]["train"] == TINY.train
     assert sorted(facts["versions"]) == ["misconv", "numpy", "python", "torch"]
     assert facts["threads"] == torch.get_num_threads()
     assert {"device", "commit", "seconds"} <= set(facts)
@@ -169,7 +171,7 @@ def test_one_seed_has_no_spread(result: Demo, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_the_verdict_is_honest(result: Demo, ours: list[float], other: list[float], expected: str) -> None:
-    settings = {**result.settings, "images": 1797, "train": 1200, "validation": 200}
+    settings = dataclasses.replace(result.settings, images=1797, train=1200, validation=200)
     methods = [
         MethodResult("k-NN", "", other),
         MethodResult("MisConv (DMFA)", "", ours),
@@ -290,13 +292,13 @@ def test_a_full_disk_leaves_no_half_page(
 # What the experiment may see ----------------------------------------------------------------------------------------
 
 
-def run_with(hidden_values: Tensor, settings: dict[str, Any]) -> Demo:
+def run_with(hidden_values: Tensor, settings: demo.Settings) -> Demo:
     """The experiment on images that hold these values (N, 1, 8, 8) where nothing was observed."""
-    complete, labels = (t[: settings["images"]] for t in data.digits())
+    complete, labels = (t[: settings.images] for t in data.digits())
     generator = torch.Generator("cpu").manual_seed(3)
     observed = missing.square(len(complete), 8, 8, fraction=1 / 4, generator=generator)
     x = torch.where(observed, complete, hidden_values)
-    return demo.compare(x, observed, complete, labels, settings, 0, False, lambda line: None, time.perf_counter())
+    return demo.compare(x, observed, complete, labels, settings, False, lambda line: None, time.perf_counter())
 
 
 def numbers(result: Demo) -> dict[str, Any]:
@@ -313,9 +315,9 @@ def numbers(result: Demo) -> dict[str, Any]:
 
 def test_no_method_reads_a_hidden_pixel() -> None:
     torch.set_default_dtype(torch.float32)
-    settings = {**demo.SETTINGS, **TINY, "seeds": 1}
+    settings = dataclasses.replace(TINY, seeds=1)
     with torch.device("cpu"):
-        shape = (TINY["images"], 1, 8, 8)
+        shape = (TINY.images, 1, 8, 8)
         expected = numbers(run_with(torch.zeros(shape), settings))
         for poison in (torch.full(shape, math.nan), torch.full(shape, math.inf), 100 * torch.randn(shape)):
             found = numbers(run_with(poison, settings))

@@ -18,8 +18,9 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 try:
     import typer
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
-# To see that everything works; the numbers mean little.
-QUICK: dict[str, Any] = {"images": 460, "train": 300, "validation": 60, "dmfa_epochs": 6, "classifier_epochs": 3}
 LARGEST_SEED = 2**31 - 1
 ASCII = {"−": "-", "–": "-", "×": "x", "±": "+-", "µ": "u", "“": '"', "”": '"', "…": "...", "·": "*", "σ": "sd"}
 
@@ -122,7 +121,7 @@ def demo(
     with _interruptible("stopped before the report was written"):
         import torch
 
-        from misconv.demo import report, run
+        from misconv.demo import QUICK, Settings, report, run
 
         with _report_errors(OSError):
             report.check_folder(out, overwrite=overwrite)
@@ -131,8 +130,8 @@ def demo(
         terminal = sys.stdout.isatty()
         console = Console(force_terminal=terminal, width=None if terminal else 110, highlight=False, markup=False)
         with _report_errors(ImportError):
-            settings = {**(QUICK if quick else {}), "seeds": seeds}
-            result = run(seed=seed, settings=settings, progress=terminal, say=console.print)
+            settings = replace(QUICK if quick else Settings(), seed=seed, seeds=seeds)
+            result = run(settings, progress=terminal, say=console.print)
         # The numbers come first: they are not lost if the report cannot be written.
         console.print(_methods(result), _densities(result), sep="\n")
         console.print(report.verdict(result), soft_wrap=not terminal)

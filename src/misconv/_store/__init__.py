@@ -3,7 +3,7 @@
 from misconv._store.description import describe_model, rebuild
 from misconv._store.files import AnyPath, check_path, open_regular, shown, write_bytes, write_parts
 from misconv._store.format import JsonObject, check_storable, pack, unpack
-from misconv._store.places import check_new_or_ours, probe, read_json, try_place
+from misconv._store.places import check_output_folder, check_replaceable, check_writable, read_json
 from misconv._store.provenance import commit, device_name, versions
 from misconv._store.restore import (
     is_channels_last,
@@ -16,9 +16,11 @@ from misconv._store.restore import (
 __all__ = [
     "AnyPath",
     "JsonObject",
-    "check_new_or_ours",
+    "check_output_folder",
     "check_path",
+    "check_replaceable",
     "check_storable",
+    "check_writable",
     "commit",
     "describe_model",
     "device_name",
@@ -26,13 +28,11 @@ __all__ = [
     "load_tensors",
     "open_regular",
     "pack",
-    "probe",
     "read_json",
     "rebuild",
     "restore_channels_last",
     "shown",
     "tie_tensors",
-    "try_place",
     "unchanged_on_failure",
     "unpack",
     "versions",

@@ -8,10 +8,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["check_new_or_ours", "probe", "read_json", "try_place"]
+__all__ = ["check_output_folder", "check_replaceable", "check_writable", "read_json"]
 
 
-def probe(folder: Path, size: int = 2**20) -> None:
+def check_writable(folder: Path, size: int = 2**20) -> None:
     """Write something into a folder that vanishes again; an OSError says why that cannot be done.
 
     Permissions alone do not tell: a disk may be full, or mounted for reading only.
@@ -22,13 +22,13 @@ def probe(folder: Path, size: int = 2**20) -> None:
         os.fsync(file.fileno())
 
 
-def try_place(name: str, folder: Path) -> None:
+def check_output_folder(name: str, folder: Path) -> None:
     """Whether files can go into a folder, which is made later if need be; nothing stays of the attempt."""
     try:
         place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
         if not place.is_dir():
             raise NotADirectoryError(f"{name} must be below a folder, got {folder}, but {place} is a file")
-        probe(place)
+        check_writable(place)
         if place != folder and place != folder.absolute():
             first = place / folder.absolute().relative_to(place).parts[0]  # a name may be too long, or not allowed
             first.mkdir()
@@ -43,7 +43,7 @@ def try_place(name: str, folder: Path) -> None:
         ) from error
 
 
-def check_new_or_ours(name: str, path: Path, ours: bool) -> None:
+def check_replaceable(name: str, path: Path, ours: bool) -> None:
     """A file that would be replaced is one that this command has written."""
     if (path.exists() or path.is_symlink()) and not ours:
         raise FileExistsError(

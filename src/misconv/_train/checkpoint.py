@@ -10,7 +10,7 @@ from torch import Tensor
 
 from misconv import store
 from misconv._checks import describe
-from misconv._store import JsonObject, probe
+from misconv._store import JsonObject, check_writable
 from misconv._train.identity import difference
 from misconv._train.processes import on_first
 
@@ -106,7 +106,7 @@ def check_place(checkpoint: str | os.PathLike[str] | None) -> None:
     try:
         if path.exists() and not path.is_file():
             raise IsADirectoryError(f"checkpoint must be a file, got {checkpoint}, which is a folder or a device")
-        probe(path.parent)
+        check_writable(path.parent)
     except OSError as error:
         if error.errno is None:
             raise

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from misconv._backend import is_plain
-from misconv._store import JsonObject, check_new_or_ours, commit, device_name, read_json, try_place, versions
+from misconv._store import JsonObject, check_output_folder, check_replaceable, commit, device_name, read_json, versions
 from misconv.bench.checks import BOUNDS, CASES, MODES, WrongResultError, check
 from misconv.bench.clock import Pace, memory, times
 from misconv.bench.layer import Contender, Kind, Layer, Setting, likelihood
@@ -218,8 +218,8 @@ def _check_out(out: Path) -> None:
             raise ValueError(f"--out must name a file, got the folder {out}")
         for path in (out, _partial(out)):
             record = read_json(path)
-            check_new_or_ours("--out", path, isinstance(record, dict) and "benchmark" in record)
-        try_place("--out", out.parent)
+            check_replaceable("--out", path, isinstance(record, dict) and "benchmark" in record)
+        check_output_folder("--out", out.parent)
     except OSError as error:
         raise ValueError(str(error)) from error
 

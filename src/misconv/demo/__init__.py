@@ -1,8 +1,10 @@
 """The newcomer's experiment and its report: `misconv demo`."""
 
-from misconv.demo.experiment import Demo, run
+from misconv.demo.experiment import QUICK, Demo, Settings, run
 
 __all__ = [
+    "QUICK",
     "Demo",
+    "Settings",
     "run",
 ]

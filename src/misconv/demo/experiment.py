@@ -25,23 +25,34 @@ from misconv.paper.inputs import IncompleteImages
 from misconv.paper.methods import TRAINED, method_named
 from misconv.training import fit_classifier, fit_density
 
-__all__ = ["SETTINGS", "Demo", "Density", "MethodResult", "run"]
+__all__ = ["QUICK", "Demo", "Density", "MethodResult", "Settings", "run"]
 
-SETTINGS: dict[str, Any] = {
-    "images": 1797,  # of which …
-    "train": 1200,
-    "validation": 200,  # and the rest is for the test
-    "fraction": 1 / 4,
-    "smfa": {"components": 8, "rank": 4},
-    "dmfa": {"components": 3, "rank": 4, "widths": (24, 48), "depths": (1, 2, 1)},
-    "dmfa_epochs": 40,
-    "dmfa_learning_rate": 3e-3,
-    "dmfa_batch_size": 32,
-    "classifier_epochs": 15,
-    "classifier_learning_rate": 3e-3,  # like the other one, it falls to 0 along a cosine
-    "classifier_batch_size": 64,
-    "seeds": 3,
-}
+
+@dataclass(frozen=True)
+class Settings:
+    """Of the whole experiment."""
+
+    seed: int = 0  # of the split, the missing regions, the densities and the classifiers
+    seeds: int = 3  # trainings of every method
+    images: int = 1797  # of which …
+    train: int = 1200
+    validation: int = 200  # and the rest is for the test
+    fraction: float = 1 / 4
+    smfa_components: int = 8
+    smfa_rank: int = 4
+    dmfa_components: int = 3
+    dmfa_rank: int = 4
+    dmfa_widths: tuple[int, ...] = (24, 48)
+    dmfa_depths: tuple[int, ...] = (1, 2, 1)
+    dmfa_epochs: int = 40
+    dmfa_learning_rate: float = 3e-3
+    dmfa_batch_size: int = 32
+    classifier_epochs: int = 15
+    classifier_learning_rate: float = 3e-3  # like the other one, it falls to 0 along a cosine
+    classifier_batch_size: int = 64
+
+
+QUICK = Settings(images=460, train=300, validation=60, dmfa_epochs=6, classifier_epochs=3)  # to try it out
 
 Inputs = MFA | Tensor | tuple[Tensor, ...]
 
@@ -83,7 +94,7 @@ class Density:
 class Demo:
     """Everything the report shows."""
 
-    settings: dict[str, Any]
+    settings: Settings
     methods: list[MethodResult]
     densities: list[Density]
     seconds: float
@@ -116,31 +127,28 @@ class DigitClassifier(nn.Module):
 
 
 def run(
+    settings: Settings = Settings(),  # noqa: B008  # it is immutable
     *,
-    seed: int = 0,
-    settings: dict[str, Any] | None = None,
     progress: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> Demo:
     """The whole experiment, on the CPU; the same seed gives the same numbers.
 
     Args:
-        seed: of the split, the missing regions, the densities and the classifiers.
-        settings: changes to `SETTINGS`.
+        settings: how many images, components, epochs, …
         progress: whether to show progress bars.
         say: called with a line of text at every stage.
     """
-    chosen = {**SETTINGS, **(settings or {})}
     started = time.perf_counter()
     with torch.device("cpu"):  # whatever the caller's default is
         complete, labels = data.digits()
-        generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(complete), generator=generator)[: chosen["images"]]
+        generator = torch.Generator().manual_seed(settings.seed)
+        order = torch.randperm(len(complete), generator=generator)[: settings.images]
         complete, labels = complete[order], labels[order]
-        seen = square(len(complete), 8, 8, fraction=chosen["fraction"], generator=generator)
+        seen = square(len(complete), 8, 8, fraction=settings.fraction, generator=generator)
         # From here on the hidden pixels are gone; `complete` serves the last row and the pictures alone.
         incomplete, observed = observe(complete.masked_fill(~seen, math.nan))
-        return compare(incomplete, observed, complete, labels, chosen, seed, progress, say, started)
+        return compare(incomplete, observed, complete, labels, settings, progress, say, started)
 
 
 def compare(
@@ -148,23 +156,22 @@ def compare(
     observed: Tensor,
     complete: Tensor,
     labels: Tensor,
-    chosen: dict[str, Any],
-    seed: int,
+    settings: Settings,
     progress: bool,
     say: Callable[[str], None],
     started: float,
 ) -> Demo:
     """Fit the densities, train every method with every seed, and collect what the report shows."""
-    train = slice(0, chosen["train"])
-    validation = slice(chosen["train"], chosen["train"] + chosen["validation"])
+    train = slice(0, settings.train)
+    validation = slice(settings.train, settings.train + settings.validation)
     known, test = slice(0, validation.stop), slice(validation.stop, None)
 
     say("Learning what digits look like, from incomplete digits")
     densities: list[tuple[str, nn.Module, float]] = []
-    for name, make in _densities(chosen, seed).items():
+    for name, make in _densities(settings).items():
         clock = time.perf_counter()
         densities.append((name, make(x[known], observed[known], progress), time.perf_counter() - clock))
-    measured = [_measure(name, d, seconds, x[test], observed[test], seed) for name, d, seconds in densities]
+    measured = [_measure(name, d, seconds, x[test], observed[test], settings.seed) for name, d, seconds in densities]
     by_name = {name: density for name, density, _ in densities}
     smfa, dmfa = (_mfa(by_name[name], x, observed) for name in ("SMFA", "DMFA"))
 
@@ -178,8 +185,10 @@ def compare(
     for each in TRAINED:
         method = MethodResult(each.long_title or each.title, each.description)
         say(f"Training the classifier: {method.name}")
-        for number in range(chosen["seeds"]):
-            network = _train(each, inputs[each.name], labels, train, validation, chosen, seed + number, progress)
+        for number in range(settings.seeds):
+            network = _train(
+                each, inputs[each.name], labels, train, validation, settings, settings.seed + number, progress
+            )
             method.accuracy.append(_accuracy(network, _take(inputs[each.name], test), labels[test]))
         methods.append(method)
         if each.name == "misconv_dmfa":
@@ -196,7 +205,7 @@ def compare(
     }
     with torch.no_grad():
         return Demo(
-            settings={**chosen, "seed": seed},
+            settings=settings,
             methods=methods,
             densities=measured,
             seconds=time.perf_counter() - started,
@@ -205,7 +214,7 @@ def compare(
             observed=observed[shown],
             imputed={name: values[shown] for name, values in (filled | {"SMFA": smfa.mean}).items()},
             deviations={"SMFA": smfa[shown].variance.sqrt(), "DMFA": dmfa[shown].variance.sqrt()},
-            samples=dmfa[shown].sample(4, generator=torch.Generator().manual_seed(seed)),
+            samples=dmfa[shown].sample(4, generator=torch.Generator().manual_seed(settings.seed)),
             responses={name: first_layer(p) for name, p in ways.items()},
         )
 
@@ -232,24 +241,31 @@ def _filled(inputs: Inputs) -> Tensor:
     return inputs.mean
 
 
-def _densities(chosen: dict[str, Any], seed: int) -> dict[str, Callable[[Tensor, Tensor, bool], nn.Module]]:
+def _densities(settings: Settings) -> dict[str, Callable[[Tensor, Tensor, bool], nn.Module]]:
     """How each density is made from images and observed."""
+    seed = settings.seed
 
     def independent(x: Tensor, observed: Tensor, progress: bool) -> nn.Module:
         return SMFA(components=1, rank=0).fit(x, observed, seed=seed)
 
     def smfa(x: Tensor, observed: Tensor, progress: bool) -> nn.Module:
-        density = SMFA(**chosen["smfa"])
+        density = SMFA(settings.smfa_components, settings.smfa_rank)
         fit_density(density, x, observed, seed=seed, fabric=_fabric(), progress=progress)
         return density
 
     def dmfa(x: Tensor, observed: Tensor, progress: bool) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            density = ConvDMFA(1, **chosen["dmfa"])
+            density = ConvDMFA(
+                1,
+                components=settings.dmfa_components,
+                rank=settings.dmfa_rank,
+                widths=settings.dmfa_widths,
+                depths=settings.dmfa_depths,
+            )
         fit_density(
-            density, x, observed, epochs=chosen["dmfa_epochs"], batch_size=chosen["dmfa_batch_size"], seed=seed,
-            learning_rate=cosine_schedule(chosen["dmfa_learning_rate"], chosen["dmfa_epochs"]),
+            density, x, observed, epochs=settings.dmfa_epochs, batch_size=settings.dmfa_batch_size, seed=seed,
+            learning_rate=cosine_schedule(settings.dmfa_learning_rate, settings.dmfa_epochs),
             fabric=_fabric(), progress=progress,
         )  # fmt: skip
         return density.eval()
@@ -305,7 +321,7 @@ def _train(
     labels: Tensor,
     train: slice,
     validation: slice,
-    chosen: dict[str, Any],
+    settings: Settings,
     seed: int,
     progress: bool,
 ) -> DigitClassifier:
@@ -315,8 +331,8 @@ def _train(
     fit_classifier(
         network, _take(inputs, train), labels[train],
         validation_inputs=_take(inputs, validation), validation_labels=labels[validation],
-        epochs=chosen["classifier_epochs"], batch_size=chosen["classifier_batch_size"],
-        learning_rate=cosine_schedule(chosen["classifier_learning_rate"], chosen["classifier_epochs"]), seed=seed,
+        epochs=settings.classifier_epochs, batch_size=settings.classifier_batch_size,
+        learning_rate=cosine_schedule(settings.classifier_learning_rate, settings.classifier_epochs), seed=seed,
         fabric=_fabric(), progress=progress,
     )  # fmt: skip
     return network.eval()

@@ -11,6 +11,7 @@ import json
 import math
 import platform
 import re
+from dataclasses import asdict
 from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ import torch.nn.functional as F
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup, escape
 
-from misconv._store import check_new_or_ours, commit, read_json, try_place
+from misconv._store import check_output_folder, check_replaceable, commit, read_json
 from misconv._version import __version__
-from misconv.demo.experiment import SETTINGS, Demo, Density, MethodResult
+from misconv.demo.experiment import Demo, Density, MethodResult, Settings
 from misconv.paper.pictures import DIFFERENCE, INK, RESPONSE, UNSURE, paint
 from misconv.store import write_bytes
 
@@ -78,8 +79,8 @@ def check_folder(folder: Path, *, overwrite: bool = False) -> None:
             f"folder must hold a report of misconv to be overwritten, got {folder} with other files; choose another one"
         )
     for name in FILES:
-        check_new_or_ours("folder", folder / name, _is_ours(folder / name))
-    try_place("folder", folder)
+        check_replaceable("folder", folder / name, _is_ours(folder / name))
+    check_output_folder("folder", folder)
 
 
 def _is_ours(path: Path) -> bool:
@@ -126,14 +127,14 @@ def _chance(a: MethodResult, b: MethodResult, tested: int) -> float:
 
 
 def _tested(demo: Demo) -> int:
-    return int(demo.settings["images"] - demo.settings["train"] - demo.settings["validation"])
+    return demo.settings.images - demo.settings.train - demo.settings.validation
 
 
 def _facts(demo: Demo) -> dict[str, Any]:
     methods = [{**vars(m), "mean": m.mean, "deviation": m.deviation} for m in demo.methods]
     densities = [{**vars(d), "coverage": {str(level): c for level, c in d.coverage.items()}} for d in demo.densities]
     return {
-        "settings": demo.settings,
+        "settings": asdict(demo.settings),
         "verdict": verdict(demo),
         "methods": methods,
         "densities": densities,
@@ -278,7 +279,7 @@ def _methods(demo: Demo) -> dict[str, Any]:
 
 def _entries(demo: Demo, facts: dict[str, Any]) -> dict[str, str]:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    entries = {**{k.replace("_", " "): _plain(v) for k, v in demo.settings.items()}, "versions": versions}
+    entries = {**{k.replace("_", " "): _plain(v) for k, v in asdict(demo.settings).items()}, "versions": versions}
     return entries | {
         "device": f"{facts['device']}, {facts['threads']} thread(s)",
         "commit": facts["commit"] or "not known",
@@ -287,16 +288,16 @@ def _entries(demo: Demo, facts: dict[str, Any]) -> dict[str, str]:
 
 def _command(demo: Demo) -> str:
     """The line that makes this report again."""
-    seed, seeds = demo.settings["seed"], demo.settings["seeds"]
-    changed = {k: v for k, v in demo.settings.items() if k not in ("seed", "seeds") and v != SETTINGS.get(k)}
+    seed, seeds = demo.settings.seed, demo.settings.seeds
+    usual = asdict(Settings(seed=seed, seeds=seeds))
+    changed = {k: v for k, v in asdict(demo.settings).items() if v != usual[k]}
     if changed:  # what the command cannot say, Python can
-        return f"misconv.demo.experiment.run(seed={seed}, settings={changed | {'seeds': seeds}})"
+        changed = {"seed": seed, "seeds": seeds, **changed}
+        return f"misconv.demo.run(misconv.demo.Settings({', '.join(f'{k}={v!r}' for k, v in changed.items())}))"
     return f"misconv demo --seed {seed} --seeds {seeds}"
 
 
 def _plain(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{k} {_plain(v)}" for k, v in value.items())
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
@@ -305,7 +306,7 @@ def _plain(value: Any) -> str:
 
 def _page(demo: Demo, facts: dict[str, Any]) -> str:
     ours, other, bound = _leaders(demo)
-    fraction = demo.settings["fraction"]
+    fraction = demo.settings.fraction
     levels = sorted(demo.densities[0].coverage)
     page = _template().render(
         eyebrow=Markup(EYEBROW),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from misconv import data, store
-from misconv._store import check_new_or_ours, read_json, try_place
+from misconv._store import check_output_folder, check_replaceable, read_json
 from misconv._train import one_device
 from misconv.bench import command as bench
 from misconv.paper import tables
@@ -126,12 +126,12 @@ def prepare(
 
 def _check_files(plan: Plan) -> None:
     """The table can be written when it is made, and replaces nothing that is not one."""
-    try_place("--out", plan.folder)
+    check_output_folder("--out", plan.folder)
     record, text = plan.file(".json"), plan.file(".md")
     content = read_json(record)
-    check_new_or_ours("--out", record, isinstance(content, dict) and content.keys() == {"records"})
+    check_replaceable("--out", record, isinstance(content, dict) and content.keys() == {"records"})
     ours = text.is_file() and text.read_bytes()[:2] == b"# " and record.exists()
-    check_new_or_ours("--out", text, ours)
+    check_replaceable("--out", text, ours)
 
 
 def _names(number: str, datasets: Sequence[str], files: Sequence[str | Path]) -> list[str]:
