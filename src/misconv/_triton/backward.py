@@ -163,6 +163,38 @@ def _spread_stack(total, private, factors, by_factors, number, observed, weight,
 
 
 @triton.jit
+def _spread_complete(total, private, means, by_means, noise, by_noise, factors, by_factors, logits, observed, weight,
+                     table, g, offset, starts, channels, image, top, left, height, width, size, low, high,
+                     BY_WEIGHT: tl.constexpr, BY_MEANS: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
+                     CHANNELS: tl.constexpr, OUT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+                     BOX_Y: tl.constexpr, BOX_X: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr,
+                     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr,
+                     BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """`_spread` for a tile whose windows are complete, from the gradient g of its activations; and that of biases."""
+    m = mean_of(means + image, observed, weight, table, starts, channels, top, left, height, width, CHANNELS, OUT,
+                WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, BLOCK_P, BLOCK_O, BLOCK_T,
+                BLOCK_Q)  # fmt: skip
+    _, slope = activation(m + offset[None, :], ACTIVATION, low, high)
+    by_m = g * slope
+    if BY_WEIGHT:
+        total = _spread(total, private, means + image, by_means, noise, by_noise, factors, by_factors, observed, weight,
+                        table, by_m, by_m, by_m, 1.0, starts, channels, top, left, height, width, size, False, True,
+                        False, False, False, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL,
+                        PRECISION, 1, BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q)  # fmt: skip
+    if BY_MEANS:  # all components hold the same pixels here, and each has its share in what they do
+        for k in range(K):
+            share = 1.0
+            if K > 1:
+                share = share_of(logits, k, K, BLOCK_K)
+            at = image + k * size
+            total = _spread(total, private, means + at, by_means + at, noise, by_noise, factors, by_factors, observed,
+                            weight, table, by_m, by_m, by_m, share, starts, channels, top, left, height, width, size,
+                            False, False, True, False, False, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X,
+                            HAS_OBSERVED, PER_CHANNEL, PRECISION, 1, BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q)  # fmt: skip
+    return total, tl.sum(by_m, 0)
+
+
+@triton.jit
 def backward_kernel(
     logits, means, factors, noise, observed, weight, bias, table, grad,
     by_parameters, by_logits, by_means, by_factors, by_noise,
@@ -255,29 +287,13 @@ def backward_kernel(
                                           PER_CHANNEL, PRECISION, STACK, BLOCK_P, BLOCK_O, BLOCK_T,
                                           BLOCK_Q)  # fmt: skip
         else:
-            m = mean_of(means + image, seen, weight, table, starts, channels, top, left, height, width, CHANNELS, OUT,
-                        WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, BLOCK_P, BLOCK_O, BLOCK_T,
-                        BLOCK_Q)  # fmt: skip
-            _, slope = activation(m + offset[None, :], ACTIVATION, low, high)
-            by_m = g * slope
-            total_bias += tl.sum(by_m, 0)
-            if BY_WEIGHT:
-                total = _spread(total, private, means + image, by_means, noise, by_noise, factors, by_factors, seen,
-                                weight, table, by_m, by_m, by_m, 1.0, starts, channels, top, left, height, width, size,
-                                False, True, False, False, False, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X,
-                                HAS_OBSERVED, PER_CHANNEL, PRECISION, 1, BLOCK_P, BLOCK_O, BLOCK_T,
-                                BLOCK_Q)  # fmt: skip
-            if BY_MEANS:  # all components hold the same pixels here, and each has its share in what they do
-                for k in range(K):
-                    share = 1.0
-                    if K > 1:
-                        share = share_of(logits + b * K, k, K, BLOCK_K)
-                    at = image + k * size
-                    total = _spread(total, private, means + at, by_means + at, noise, by_noise, factors, by_factors,
-                                    seen, weight, table, by_m, by_m, by_m, share, starts, channels, top, left, height,
-                                    width, size, False, False, True, False, False, L, CHANNELS, OUT, WINDOW, CHUNK,
-                                    BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, 1, BLOCK_P, BLOCK_O, BLOCK_T,
-                                    BLOCK_Q)  # fmt: skip
+            total, by_bias = _spread_complete(
+                total, private, means, by_means, noise, by_noise, factors, by_factors, logits + b * K, seen, weight,
+                table, g, offset, starts, channels, image, top, left, height, width, size, low, high, BY_WEIGHT,
+                BY_MEANS, K, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, ACTIVATION,
+                PRECISION, BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q, BLOCK_K,
+            )  # fmt: skip
+            total_bias += by_bias
 
     if BY_WEIGHT and BLOCKS == 1:
         places = private + channels[:, None] * PLACES + tl.arange(0, BLOCK_T)[None, :]
