@@ -39,7 +39,7 @@ def main(accelerator: str = "cpu", precision: str = "32-true", images: int = 512
     seen = misconv.missing.square(images, 8, 8, generator=torch.Generator().manual_seed(0))
     x, observed = misconv.observe(complete.masked_fill(~seen, torch.nan))
 
-    density = misconv.ConvDMFA(channels=1, rank=2, widths=(16,), depths=(1,))
+    density = misconv.UNetDMFA(channels=1, rank=2, widths=(16, 32), depths=(1, 1), patch=1)
     misconv.fit_density(density, x, observed, epochs=epochs, fabric=fabric, progress=False)
 
     cnn = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 64, 10))

@@ -46,7 +46,7 @@ def main(images: int = 512, epochs: int = 2) -> float:
     torch.manual_seed(0)
     complete, labels = (t[:images] for t in data.digits())
     x = complete.masked_fill(~misconv.missing.square(images, 8, 8), torch.nan)
-    density = misconv.ConvDMFA(channels=1, rank=2, widths=(16,), depths=(1,))
+    density = misconv.UNetDMFA(channels=1, rank=2, widths=(16, 32), depths=(1, 1), patch=1)
     misconv.fit_density(density, *misconv.observe(x), epochs=epochs, progress=False)
     module = Digits(density.eval())
     trainer = Trainer(

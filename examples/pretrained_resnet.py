@@ -30,7 +30,7 @@ def main(images: int = 64, side: int = 72, epochs: int = 1) -> torch.Tensor:
     batch = torch.stack([pipeline(Incomplete(image)).as_subclass(torch.Tensor) for image in raw])
     x, observed = misconv.observe(batch)
 
-    density = misconv.ConvDMFA(channels=3, rank=2, widths=(16, 32), depths=(1, 1, 1))
+    density = misconv.UNetDMFA(channels=3)
     misconv.fit_density(density, x, observed, epochs=epochs, progress=False)
 
     network = misconv.convert(torchvision.models.resnet18(num_classes=10), density).eval()  # this is the line

@@ -49,11 +49,12 @@ def main(images: int = 512, epochs: int = 4) -> float:
     x = complete.masked_fill(~misconv.missing.square(images, 32, 32), torch.nan)
     train, test = slice(0, images * 3 // 4), slice(images * 3 // 4, None)
 
-    density = misconv.ConvDMFA(channels=1, rank=2, widths=(16, 32), depths=(1, 1, 1))
-    misconv.fit_density(density, *misconv.observe(x[train]), epochs=epochs, progress=False)
-    network = misconv.convert(UNet(), density).train()
+    density = misconv.UNetDMFA(channels=1, rank=2, widths=(16, 32), depths=(1, 1), patch=1)
+    misconv.fit_density(density, x[train], epochs=epochs, progress=False)
+    network = misconv.convert(UNet(), density, train_density=True).train()
 
-    # Network and density learn together; the loss reaches the density through the mean and the variance.
+    # Network and density learn together, as train_density=True says; the loss reaches the density through the mean and
+    # the variance. Without it the density would stay as it was fitted.
     optimizer = torch.optim.Adam(network.parameters(), lr=5e-3)
     for _ in range(epochs):
         for indices in torch.randperm(train.stop).split(32):

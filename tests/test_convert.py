@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -376,7 +377,7 @@ def test_copies_and_state(net: Converted) -> None:
 
 
 def test_training_reaches_the_density_through_mean_and_variance() -> None:
-    net = convert(Functional(F.relu), small_density())
+    net = convert(Functional(F.relu), small_density(), train_density=True)
     x, observed = incomplete()
     net(x, observed).square().sum().backward()
     assert net.density is not None
@@ -385,9 +386,115 @@ def test_training_reaches_the_density_through_mean_and_variance() -> None:
         assert parameter.grad.isfinite().all()
         if name.endswith("weight") and name.split(".")[0] in ("means", "factors", "noise"):
             assert parameter.grad.abs().max() > 0
-    frozen = convert(Functional(F.relu), small_density().requires_grad_(False))
+    frozen = convert(Functional(F.relu), small_density().requires_grad_(False), train_density=True)
     frozen(x, observed).sum().backward()
     assert frozen.network.conv.weight.grad is not None
+
+
+# The density is frozen ------------------------------------------------------------------------------------------------
+
+
+def tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def unchanged(module: nn.Module, before: dict[str, Tensor]) -> list[bool]:
+    after = module.state_dict()
+    assert after.keys() == before.keys()
+    return [torch.equal(after[name], value) for name, value in before.items()]
+
+
+def fine_tune(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    x, observed = incomplete(6)
+    for _ in range(3):
+        net.train()
+        optimizer.zero_grad()
+        net(x, observed).square().mean().backward()
+        optimizer.step()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1),
+}
+
+
+def normalized_density() -> nn.Module:
+    density = small_density().train()
+    assert any(isinstance(module, nn.BatchNorm2d) for module in density.modules())
+    return density
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_fine_tuning_all_parameters_leaves_the_density_as_it_was(optimizer: str) -> None:
+    """Every tensor, bit for bit, batch statistics included; the rest learns."""
+    density = normalized_density()
+    net = convert(Functional(F.relu), density)
+    before, rest = tensors(density), tensors(net.network)
+    fine_tune(nn.Sequential(net)[0], OPTIMIZERS[optimizer](net.parameters()))
+    assert net.density is not None
+    assert all(unchanged(net.density, before))
+    assert not any(unchanged(net.network, rest))
+    assert net.training
+    assert not any(module.training for module in net.density.modules())
+    # The density that was passed is nobody's business.
+    assert all(unchanged(density, before))
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in density.parameters())
+    assert all(module.training for module in density.modules())
+    assert not any(parameter.requires_grad for parameter in net.density.parameters())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_density_is_trained_where_that_is_wanted(optimizer: str) -> None:
+    density = normalized_density()
+    net = convert(Functional(F.relu), density, train_density=True)
+    assert net.density is density
+    before = tensors(density)
+    fine_tune(net, OPTIMIZERS[optimizer](net.parameters()))
+    moved = [name for name, same in zip(before, unchanged(density, before), strict=True) if not same]
+    assert any("running_mean" in name for name in moved)
+    assert {name for name, _ in density.named_parameters()} <= set(moved)
+
+
+def test_a_frozen_density_stays_frozen_wherever_the_network_goes(tmp_path: Path) -> None:
+    """In copies, pickles, files, and as a part of something larger."""
+    net = convert(sequence(nn.ReLU()), normalized_density())
+    misconv.save(net, tmp_path / "net")
+    x, observed = incomplete()
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), misconv.load(tmp_path / "net")):
+        nn.ModuleList([other]).train().to(x.device)
+        assert other.network.training
+        assert not any(module.training for module in other.density.modules())
+        assert not any(parameter.requires_grad for parameter in other.density.parameters())
+        assert torch.equal(other.eval()(x, observed), net.eval()(x, observed))
+    misconv.save(convert(sequence(nn.ReLU()), normalized_density(), train_density=True), tmp_path / "trained")
+    trained = misconv.load(tmp_path / "trained").train()
+    assert all(module.training for module in trained.density.modules())
+    assert all(parameter.requires_grad for parameter in trained.density.parameters())
+
+
+def test_gradients_of_images_go_through_a_frozen_density() -> None:
+    x, observed = incomplete()
+    slopes = []
+    for trained in (False, True):
+        torch.manual_seed(5)
+        net = convert(Functional(F.relu), small_density(), train_density=trained).eval()
+        images = x.clone().requires_grad_()
+        slopes.append(torch.autograd.grad(net(images, observed).square().sum(), images)[0])
+    assert slopes[0].abs().max() > 0
+    torch.testing.assert_close(slopes[0], slopes[1])
+
+
+def test_a_density_that_cannot_be_copied_and_other_bad_arguments() -> None:
+    density = small_density()
+    density.lock = threading.Lock()  # type: ignore[assignment]  # which cannot be copied
+    with pytest.raises(
+        ValueError, match=r"density must be one that copy.deepcopy can copy, .* with train_density=True"
+    ):
+        convert(Functional(F.relu), density)
+    assert convert(Functional(F.relu), density, train_density=True).density is density
+    with pytest.raises(TypeError, match="train_density must be True or False, got 1"):
+        convert(Functional(F.relu), small_density(), train_density=1)  # type: ignore[arg-type]
 
 
 def test_batch_statistics_in_training() -> None:

@@ -153,10 +153,13 @@ CHECKPOINTED: dict[str, Callable[[Any, Tensor, bool], Tensor]] = {
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("reentrant", "trained"), [(False, False), (False, True), (True, True)])
 @pytest.mark.parametrize("name", CHECKPOINTED)
-def test_activation_checkpoints(name: str, reentrant: bool, training: bool) -> None:
-    """The gradients without a checkpoint, also those of the density."""
+def test_activation_checkpoints(name: str, reentrant: bool, trained: bool, training: bool) -> None:
+    """The gradients without a checkpoint, also those of the density.
+
+    A reentrant checkpoint needs an input that requires a gradient, with any network of torch.
+    """
     torch.manual_seed(3)
     density = small_density()
     gradients = []
@@ -167,10 +170,11 @@ def test_activation_checkpoints(name: str, reentrant: bool, training: bool) -> N
         "normalised": lambda m, x: m.head(m.act(m.bn(m.conv(x * 2 - 1)))),
     }.get(name, lambda m, x: m.head(m.act(m.bn(m.conv(x)))))
     for network in (model, twin):
-        net = convert(network, copy.deepcopy(density))
+        net = convert(network, copy.deepcopy(density), train_density=trained)
         net(x, observed).square().sum().backward()
         gradients.append({key: value.grad for key, value in net.named_parameters()})
-    assert any(key.startswith("density") and value is not None for key, value in gradients[1].items())
+    assert any(key.startswith("density") and value is not None for key, value in gradients[1].items()) == trained
+    assert gradients[1]["network.conv.weight"] is not None
     for key, value in gradients[1].items():
         if value is None:
             assert gradients[0][key] is None

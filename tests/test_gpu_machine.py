@@ -61,7 +61,7 @@ def test_what_is_where_is_said_in_one_sentence() -> None:
     x = torch.rand(2, 3, 32, 32, device="cpu")
     observed = torch.rand(2, 1, 32, 32, device="cpu") < 0.7
     density = misconv.ConvDMFA(channels=3, rank=1, widths=(8,), depths=(1,)).cpu()
-    net = misconv.convert(torchvision.models.resnet18(num_classes=3).cpu(), density)
+    net = misconv.convert(torchvision.models.resnet18(num_classes=3).cpu(), density, train_density=True)
     with pytest.raises(ValueError, match=r"x is on cpu, observed on cpu, the density on cuda:0, the network on cuda:0"):
         net.cuda()(x, observed)
     with pytest.raises(ValueError, match=r"cuda:0") as told:

@@ -32,19 +32,21 @@ MAY_IMPORT = {
     "_conv": {"torch", "_backend", "_checks", "_math", "_triton", "mfa"},
     "functional": {"torch", "_checks", "_conv", "_math", "mfa"},
     "layers": {"torch", "_checks", "_conv", "_math", "functional", "mfa"},
-    "_density": {"torch", "_checks", "_math", "mfa"},
+    "_density": {"torch", "_backend", "_checks", "_math", "mfa"},
     "density": {"torch", "_checks", "_density", "_math", "mfa"},
-    "impute": {"torch", "_checks", "mfa"},
+    "impute": {"torch", "_checks", "_math", "mfa"},
     "_convert": {"torch", "_torch", "_backend", "_conv", "_math", "mfa"},
     "convert": {"torch", "_torch", "_backend", "_checks", "_convert", "mfa"},
     "predict": {"torch", "_checks", "mfa"},
+    "_assess": {"torch", "numpy", "matplotlib", "_checks", "_math", "mfa", "missing"},
+    "assess": {"torch", "matplotlib", "_assess", "_checks", "mfa"},
     "_transforms": {"torch", "torchvision"},
     "transforms": {"torch", "numpy", "torchvision", "_checks", "_transforms"},
     "_store": {"torch", "safetensors", "torchvision", "timm", "_checks", "_convert", "_version"},
     "store": {"torch", "_checks", "_store"},
     "_train": {
-        "torch", "numpy", "lightning_fabric", "lightning_utilities", "rich", "_checks", "_store", "_torch", "mfa", "missing",
-        "store",
+        "torch", "numpy", "lightning_fabric", "lightning_utilities", "rich", "_checks", "_math", "_store", "_torch", "mfa",
+        "missing", "store",
     },
     "training": {"torch", "_torch", "lightning_fabric", "_checks", "_train", "density", "mfa", "missing"},
     "data": {"torch", "numpy", "sklearn", "torchvision", "_checks"},
@@ -59,7 +61,7 @@ MAY_IMPORT = {
     },
     "cli": {"torch", "typer", "rich", "_version", "bench", "demo", "paper"},
     "__init__": {
-        "_backend", "_version", "convert", "density", "functional", "impute", "layers", "mfa", "missing", "predict",
+        "_backend", "_version", "assess", "convert", "density", "functional", "impute", "layers", "mfa", "missing", "predict",
         "store", "training",
     },
     "__main__": {"cli"},
@@ -183,6 +185,8 @@ assert set(misconv.__all__) <= set(dir(misconv))
 assert "torch" not in sys.modules
 from misconv.convert import Converted, convert  # a module and a function of one name: the name is the function's
 assert misconv.convert is convert
+from misconv.assess import Assessment, assess
+assert misconv.assess is assess
 from misconv import MFA, data
 assert misconv.MFA is MFA is misconv.mfa.MFA and misconv.data is data and misconv.functional.expected_conv2d
 try: misconv.nonsense

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from scipy.ndimage import distance_transform_edt
 from sklearn.impute import KNNImputer, SimpleImputer
 from torch import Tensor, nn
 
@@ -20,6 +21,8 @@ from tests.reference import random_mfa
 POISON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "large": 1e30, "noise": None}
 IMPUTERS: dict[str, Callable[[Tensor, Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "zero": lambda x, observed: impute.zero,
+    "nearest": lambda x, observed: impute.nearest,
+    "push_pull": lambda x, observed: impute.push_pull,
     "Mean": lambda x, observed: impute.Mean().fit(x, observed),
     "KNN": lambda x, observed: impute.KNN(2).fit(x, observed),
     "by_density": lambda x, observed: impute.by_density(prior),
@@ -216,6 +219,104 @@ def test_zero() -> None:
     assert torch.equal(impute.zero(x, observed), x * observed)
 
 
+# From the image itself: the nearest pixel, and push–pull ---------------------------------------------------------------
+
+SIZES = [(1, 1), (7, 5), (1, 9), (16, 16), (33, 12)]
+
+
+def holes(size: tuple[int, int], planes: int, share: float) -> Tensor:
+    """Three images of three channels; something is seen in each."""
+    observed = torch.rand(3, planes, *size) < share
+    observed[..., 0, 0] |= ~observed.flatten(2).any(2)
+    return observed
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("planes", [1, 3])
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.9])
+def test_nearest_is_as_near_as_scipy_finds(size: tuple[int, int], planes: int, share: float) -> None:
+    """Each pixel holds its own number, so that what is filled says where it comes from."""
+    height, width = size
+    numbers = torch.arange(float(height * width)).view(size).expand(3, 3, *size)
+    observed = holes(size, planes, share)
+    filled = impute.nearest(numbers.masked_fill(~observed, math.nan), observed)
+    source = torch.stack([filled // width, filled % width], -1)  # (3, 3, H, W, 2)
+    place = torch.stack([numbers // width, numbers % width], -1)
+    squared = (source - place).square().sum(-1)
+    seen = observed.expand(numbers.shape)
+    assert (seen.flatten(2).gather(2, filled.long().flatten(2))).all()
+    for b in range(3):
+        for c in range(3):
+            expected = distance_transform_edt(~seen[b, c].cpu().numpy()) ** 2
+            np.testing.assert_array_equal(squared[b, c].cpu().numpy(), expected.round())
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("share", [0.02, 0.5])
+def test_push_pull_keeps_constants_and_stays_in_range(size: tuple[int, int], share: float, dtype: torch.dtype) -> None:
+    observed = holes(size, 3, share)
+    constant = torch.full((3, 3, *size), 0.7)
+    torch.testing.assert_close(impute.push_pull(constant.masked_fill(~observed, math.nan), observed), constant)
+    ramp = (torch.arange(float(size[0])).view(-1, 1) + 2 * torch.arange(float(size[1]))).expand(3, 3, *size) - 5
+    filled = impute.push_pull(ramp.masked_fill(~observed, math.nan), observed)
+    for limit, sign in ((math.inf, 1), (-math.inf, -1)):
+        extreme = sign * (sign * ramp.masked_fill(~observed, limit)).amin((2, 3), keepdim=True)
+        assert (sign * (filled - extreme) >= -100 * exact(dtype)).all()
+
+
+def test_push_pull_is_nearer_to_a_smooth_image_than_the_nearest_pixel() -> None:
+    y, x = torch.meshgrid(torch.linspace(0, 3, 32), torch.linspace(0, 3, 32), indexing="ij")
+    image = (y.sin() + x.cos()).view(1, 1, 32, 32)
+    observed = missing.square(1, 32, 32, fraction=0.1, generator=torch.Generator().manual_seed(0), device=image.device)
+    smooth, near = (fill(image, observed) - image for fill in (impute.push_pull, impute.nearest))
+    assert smooth.square().mean() < near.square().mean() / 2
+
+
+@pytest.mark.parametrize("fill", [impute.nearest, impute.push_pull])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_channel_never_seen_becomes_zero(fill: Callable[[Tensor, Tensor], Tensor], size: tuple[int, int]) -> None:
+    x, observed = torch.full((2, 2, *size), math.nan), torch.zeros(2, 2, *size, dtype=torch.bool)
+    x[0, 1], observed[0, 1] = 5.0, True
+    filled = fill(x, observed)
+    assert (filled[0, 1] == 5).all()
+    assert (filled[0, 0] == 0).all()
+    assert (filled[1] == 0).all()
+
+
+@pytest.mark.parametrize("fill", [impute.nearest, impute.push_pull])
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_fills_of_every_type(fill: Callable[[Tensor, Tensor], Tensor], kind: torch.dtype) -> None:
+    """Also inside autocast, where a convolution would round."""
+    x, observed = torch.randn(2, 3, 40, 24).to(kind), holes((40, 24), 1, 0.02)[:2]
+    filled = fill(x, observed)
+    assert filled.dtype == kind
+    assert filled.isfinite().all()
+    assert torch.equal(filled[observed.expand(x.shape)], x[observed.expand(x.shape)])
+    torch.testing.assert_close(filled.double(), fill(x.double(), observed), rtol=1e-2, atol=1e-2)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        assert torch.equal(fill(x, observed), filled)
+
+
+@pytest.mark.parametrize("fill", [impute.nearest, impute.push_pull])
+def test_fills_have_gradients(fill: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Those of the definition, and none, not NaN, at pixels that were not seen."""
+    observed = holes((7, 5), 3, 0.3)
+    x = torch.randn(3, 3, 7, 5, dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: fill(x.where(observed, math.nan), observed), (x,))
+    poison = x.detach().masked_fill(~observed, math.nan).requires_grad_()
+    (slope,) = torch.autograd.grad(fill(poison, observed).sum(), poison)
+    assert (slope[~observed] == 0).all()
+    torch.testing.assert_close(slope.sum(), torch.tensor(float(x.numel()), dtype=slope.dtype))
+
+
+@pytest.mark.parametrize("fill", [impute.nearest, impute.push_pull])
+def test_fills_compile_into_one_graph(fill: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch.compiler.reset()
+    x, observed = torch.randn(3, 3, 7, 5), holes((7, 5), 1, 0.3)
+    compiled = torch.compile(fill, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, observed), fill(x, observed))
+
+
 # All imputers --------------------------------------------------------------------------------------------------------
 
 
@@ -346,7 +447,7 @@ def test_a_fitted_imputer_stays_where_it_is(make: Callable[[], impute.Mean | imp
         ValueError, match="x must have the shape .* and the device .* of the fitted images, got .* on meta"
     ):
         imputer(x.to("meta"), observed.to("meta"))
-    for call in (imputer, imputer.fit, impute.zero):
+    for call in (imputer, imputer.fit, impute.zero, impute.nearest, impute.push_pull):
         with pytest.raises(ValueError, match="observed must be on the device of the images, .*, got .* on meta"):
             call(x, observed.to("meta"))
 

@@ -256,7 +256,7 @@ def test_an_error_in_the_first_epoch_leaves_no_trace(error: type[BaseException])
 def test_an_interruption_later_keeps_the_best_so_far() -> None:
     x, observed = images()
     twin, density = small(), small()
-    fit_density(twin, x, observed, epochs=2, progress=False)
+    fit_density(twin, x, observed, epochs=2, learning_rate=1e-3, progress=False)
     with pytest.raises(KeyboardInterrupt):
         fit_density(density, x, observed, epochs=5, learning_rate=failing(2, KeyboardInterrupt), progress=False)
     assert density.training

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from misconv import MFA, SMFA, data, impute, store
 from misconv._store.provenance import commit
+from misconv._train import images as _images
 from misconv._train import jobs as _jobs
 from misconv._train import running as _running
 from misconv.data import ImageSet
@@ -625,7 +626,7 @@ def test_killed_in_the_middle_of_the_tests_it_ends_with_the_same_records(
         Spied(tmp_path).run(KILLED, [0, 1])
     assert units(tmp_path) == set(EACH[:2] if number >= 4 else [])
     assert len(list((tmp_path / "running").iterdir())) == 1
-    again, judged = Spied(tmp_path), 0
+    expected, again, judged = straight(1), Spied(tmp_path), 0
     judge = _running.Running.judge
 
     def spy(self: Any, epoch: int) -> None:
@@ -634,7 +635,7 @@ def test_killed_in_the_middle_of_the_tests_it_ends_with_the_same_records(
         judge(self, epoch)
 
     monkeypatch.setattr(_running.Running, "judge", spy)
-    assert essence(again.run(KILLED, [0, 1])) == straight(1)
+    assert essence(again.run(KILLED, [0, 1])) == expected
     assert judged == 0
     assert not list((tmp_path / "running").iterdir())
 
@@ -695,7 +696,7 @@ def test_killed_while_a_density_is_fitted_it_ends_with_the_same_one(
     expected = Spied(tmp_path / "straight", settings=settings).density(kind)
     for number in range(3):
         folder = tmp_path / str(number)
-        place, name = (SMFA, "iterate") if kind == "smfa" else (_jobs, "hide")
+        place, name = (SMFA, "iterate") if kind == "smfa" else (_images, "hide")
         # What the validation images show is drawn first, and then what is hidden in each epoch.
         with dying(monkeypatch, place, name, number + (kind == "dmfa")), pytest.raises(Crash):
             Spied(folder, settings=settings).density(kind)

@@ -53,6 +53,19 @@ assert norms and all(type(m) is nn.BatchNorm2d for m in norms)
 found = density.state_dict() | {name: torch.tensor(history[-1][name]) for name in history[-1]}
 """
 
+# Each process reads its share of a Dataset; of a loader that shuffles all of them take their share of the same batches,
+# also of one that is smaller than they are many.
+STREAMS = """
+from torch.utils.data import DataLoader, TensorDataset
+images = TensorDataset(x[:29].masked_fill(~observed[:29], torch.nan))
+for kind, source in (("dataset", images), ("loader", DataLoader(images, 5, shuffle=True))):
+    torch.manual_seed(0)
+    density = ConvDMFA(1, rank=1, widths=(4,), depths=(1,))
+    history = fit_density(density, source, steps=14, learning_rate=1e-4, batch_size=3, fabric=fabric, progress=False)
+    found |= {f"{kind}.{name}": value for name, value in density.state_dict().items()}
+    found |= {f"{kind}.{name}": torch.tensor(history[-1][name]) for name in history[-1]}
+"""
+
 EM = """
 density = SMFA(2, 1)
 fit_density(density, x[:127], observed[:127], epochs=3, fabric=fabric, progress=False)
@@ -63,7 +76,7 @@ found = density.state_dict()
 # batches of two that are complete, nowhere.
 COMPLETE_IMAGES = """
 observed[::2] = True
-network = convert(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)), LinearDMFA((1, 8, 8), rank=1))
+network = convert(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)), LinearDMFA((1, 8, 8), rank=1), train_density=True)
 spare = network.spare = nn.Linear(2, 2)  # nobody needs it
 before = spare.weight.clone()
 used = network.density.noise.weight.clone()
@@ -86,7 +99,7 @@ os.chdir(home)
 def fit(epochs, **checkpoints):
     torch.manual_seed(0)
     density, mixture = ConvDMFA(1, rank=2, widths=(8,), depths=(1,)), SMFA(2, 1)
-    options = {"epochs": epochs, "fabric": fabric, "progress": False}
+    options = {"epochs": epochs, "learning_rate": 1e-3, "fabric": fabric, "progress": False}
     first = fit_density(density, x, observed, batch_size=42, checkpoint=checkpoints.get("network"), **options)
     second = fit_density(mixture, x, observed, checkpoint=checkpoints.get("em"), **options)
     return density.state_dict() | mixture.state_dict() | {"epochs": torch.tensor([len(first), len(second)])}
@@ -128,7 +141,7 @@ if processes == 2:
     assert len(found) == 5
 """
 
-ALIKE = {"batch normalization": BATCH_NORMALIZATION, "EM": EM, "complete images": COMPLETE_IMAGES}
+ALIKE = {"batch normalization": BATCH_NORMALIZATION, "streams": STREAMS, "EM": EM, "complete images": COMPLETE_IMAGES}
 SCRIPTS = {**ALIKE, "checkpoint": CHECKPOINT, "refused": REFUSED}
 
 

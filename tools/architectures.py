@@ -174,7 +174,7 @@ def measure(library: str, family: str, name: str, arguments: dict[str, Any], sid
     try:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            net = convert(model, small_density())
+            net = convert(model, small_density(), train_density=True)
     except (ValueError, TypeError) as error:
         return row | {"converted": False, "reason": str(error)}
     row |= {

@@ -17,8 +17,9 @@ from misconv._version import __version__
 if TYPE_CHECKING:
     from misconv import functional, impute, missing
     from misconv._backend import plain
+    from misconv.assess import assess
     from misconv.convert import convert
-    from misconv.density import SMFA, ConvDMFA, LinearDMFA
+    from misconv.density import SMFA, ConvDMFA, LinearDMFA, UNetDMFA
     from misconv.layers import MisConv2d, PartialConv2d
     from misconv.mfa import MFA
     from misconv.missing import observe
@@ -33,7 +34,9 @@ __all__ = [
     "LinearDMFA",
     "MisConv2d",
     "PartialConv2d",
+    "UNetDMFA",
     "__version__",
+    "assess",
     "convert",
     "fit_density",
     "functional",
@@ -51,9 +54,11 @@ _MODULE_OF = {
     "MFA": "mfa",
     "SMFA": "density",
     "ConvDMFA": "density",
+    "UNetDMFA": "density",
     "LinearDMFA": "density",
     "MisConv2d": "layers",
     "PartialConv2d": "layers",
+    "assess": "assess",
     "convert": "convert",
     "fit_density": "training",
     "load": "store",
@@ -82,11 +87,11 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Python binds a submodule to its package when it is imported; the name `convert` belongs to the function."""
+    """Python binds a submodule to its package when it is imported; `assess` and `convert` are names of functions."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "convert" and isinstance(value, ModuleType):
-            value = value.convert
+        if name in ("assess", "convert") and isinstance(value, ModuleType):
+            value = getattr(value, name)
         super().__setattr__(name, value)
 
 

@@ -6,7 +6,7 @@ import copy
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,11 @@ __all__ = ["Converted", "convert"]
 
 
 def convert(
-    model: nn.Module, density: nn.Module | None = None, *, stem: str | tuple[str, ...] | None = None
+    model: nn.Module,
+    density: nn.Module | None = None,
+    *,
+    stem: str | tuple[str, ...] | None = None,
+    train_density: bool = False,
 ) -> Converted:
     """Make a network that reads images with missing pixels out of one that reads complete images.
 
@@ -41,12 +45,19 @@ def convert(
     activation over everything the missing pixels may be; the rest stays as it is. For complete images the result is
     the network's own, which is tried on random images before anything is returned. `model` itself is left as it was.
 
+    The density is frozen: a loss of the network tells it nothing of missing pixels, and a fine-tuning of all of
+    ``net.parameters()`` would make it forget what they may be. The network holds a copy of it, whose parameters require
+    no gradient and which stays in evaluation mode when ``net.train()`` is called. The `density` that was passed is left
+    as it was; training it later does not reach the copy, so train it first. Gradients of images go through it as ever.
+
     Args:
         model: any network whose first convolution receives the images, as they are or after arithmetic with a number
             per channel, padding or a choice of channels.
         density: any module (x, observed) → `MFA`; None where the converted network is always called with an MFA.
         stem: names of the convolution, the normalization and the activation as in ``model.named_modules()``, where
             they are not to be searched for: ``"conv1"`` or ``("conv1", "bn1", "act")``.
+        train_density: train the density together with the network. Then `density` itself is in the network, not a copy,
+            with the flags and the mode that it has.
 
     Example:
         >>> from misconv import ConvDMFA
@@ -60,13 +71,17 @@ def convert(
         0 → 1 → 2
     """
     _check_model(model, density)
+    if not isinstance(train_density, bool):
+        raise TypeError(f"train_density must be True or False, got {describe(train_density)}")
     names = _check_names(model, stem)
     # An ordinary copy, wherever this is called.
     with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # runs that nobody has asked for
         network = _copied(model)
         modes = [(module, module.training) for module in network.modules()]
-        converted, others = _converted(network.eval(), density, names)
+        if not train_density:
+            density = _copied_density(density)
+        converted, others = _converted(network.eval(), density, names, train_density)
     for module, training in modes:
         module.training = training
     converted.training = model.training
@@ -74,7 +89,9 @@ def convert(
     return converted
 
 
-def _converted(network: nn.Module, density: nn.Module | None, names: tuple[str, ...]) -> tuple[Converted, list[str]]:
+def _converted(
+    network: nn.Module, density: nn.Module | None, names: tuple[str, ...], train_density: bool
+) -> tuple[Converted, list[str]]:
     """The network behind the density, and what reads the image besides its stem."""
     with same_randomness(network):
         image = acceptable_image(network, density)
@@ -84,7 +101,7 @@ def _converted(network: nn.Module, density: nn.Module | None, names: tuple[str, 
         if found.named:
             assert found.activation is not None
             mark(network.get_submodule(found.activation))
-        converted = Converted(network, density, found, activation, image.shape[1])
+        converted = Converted(network, density, found, activation, image.shape[1], train_density)
         with plain() if image.is_cuda else nullcontext():  # fused kernels round otherwise, and have tests of their own
             prove(converted, image)
     return converted, others
@@ -94,11 +111,18 @@ class Converted(nn.Module):
     """A network behind a density: what `convert` returns.
 
     `network` is a copy of the user's network, with all its names; called directly with complete images it is that
-    network. `density` says what missing pixels may be. `stem` names the layers that were found.
+    network. `density` says what missing pixels may be, and is frozen unless `train_density`. `stem` names the layers
+    that were found.
     """
 
     def __init__(
-        self, network: nn.Module, density: nn.Module | None, stem: Stem, activation: nn.Module | None, channels: int
+        self,
+        network: nn.Module,
+        density: nn.Module | None,
+        stem: Stem,
+        activation: nn.Module | None,
+        channels: int,
+        train_density: bool = False,
     ) -> None:
         super().__init__()
         self.network = network
@@ -106,6 +130,16 @@ class Converted(nn.Module):
         self.stem = stem
         self.activation = activation  # has no parameters; one that has stays in the network
         self.channels = channels
+        self.train_density = train_density
+        if isinstance(density, nn.Module) and not train_density:
+            density.requires_grad_(False).eval()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the network; a frozen density stays in evaluation mode, for batch statistics would move."""
+        super().train(mode)
+        if isinstance(self.density, nn.Module) and not self.train_density:
+            self.density.eval()
+        return self
 
     def forward(self, x: Tensor | MFA, observed: Tensor | None = None, **kwargs: Any) -> Any:
         """What the network returns, expected over the missing pixels at its stem.
@@ -251,6 +285,19 @@ def _copied(model: nn.Module) -> nn.Module:
         if isinstance(value, Tensor) and not value.is_leaf
     ]
     return copy.deepcopy(model, {id(value): value.detach().clone() for value in computed})
+
+
+def _copied_density(density: nn.Module | None) -> nn.Module | None:
+    """A copy to be frozen; a function has nothing that could be trained."""
+    if not isinstance(density, nn.Module):
+        return density
+    try:
+        return _copied(density)
+    except Exception as error:
+        raise ValueError(
+            f"density must be one that copy.deepcopy can copy, but of {describe(density)} it failed with "
+            f"{type(error).__name__}; with train_density=True the density itself is used"
+        ) from error
 
 
 def _follow_once(search: Search, network: nn.Module) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any, cast
 
 import torch
@@ -17,30 +18,38 @@ from misconv._checks import check_images, check_observed, check_seed, check_size
 from misconv._density import (
     MOST_WEIGHTS,
     Batches,
+    Bounds,
     ConvDMFA,
     LinearDMFA,
     Parameters,
+    Prior,
     Statistics,
+    UNetDMFA,
     Units,
     add_over_processes,
+    check_bounds,
     check_devices,
     check_floor,
+    check_prior,
     check_rank,
     check_representable,
     check_shape,
+    clip,
     collect,
+    log_prior,
     maximize,
     measure,
     pairs,
     result_type,
     some,
     start,
+    with_margin,
 )
 from misconv.mfa import MFA
 
-__all__ = ["SMFA", "ConvDMFA", "LinearDMFA"]
+__all__ = ["SMFA", "ConvDMFA", "LinearDMFA", "UNetDMFA"]
 
-for _network in (ConvDMFA, LinearDMFA):
+for _network in (ConvDMFA, LinearDMFA, UNetDMFA):
     _network.__module__ = __name__  # here they are found, by people and in files
 
 
@@ -53,6 +62,10 @@ class SMFA(nn.Module):
         components: K.
         rank: L; with one component and rank 0 every pixel is a Gaussian of its own.
         shape: (C, H, W), where the parameters are to exist before `fit` (for loading them).
+        prior: how strongly every pixel of a component is held to doubt where images are few for K and L, so that a
+            mixture does not take them for all there is (docs/maths.md); 0 for the largest likelihood, as in the paper.
+        bounds: where means lie, (lowest, highest); "data": the range of what `fit` saw; None for no bounds. A pixel has
+            at most the variance that they allow.
 
     Example:
         >>> images, observed = torch.rand(50, 1, 4, 4), torch.rand(50, 1, 4, 4) > 0.25
@@ -65,18 +78,28 @@ class SMFA(nn.Module):
     means: Tensor
     factors: Tensor
     noise: Tensor
+    low: Tensor
+    high: Tensor
 
-    def __init__(self, components: int = 10, rank: int = 6, shape: tuple[int, int, int] | None = None) -> None:
+    def __init__(
+        self,
+        components: int = 10,
+        rank: int = 6,
+        shape: tuple[int, int, int] | None = None,
+        prior: float = 1.0,
+        bounds: Bounds = "data",
+    ) -> None:
         super().__init__()
         check_size("components", components)
         check_rank(rank)
-        self.components, self.rank = int(components), int(rank)
+        self.components, self.rank, self.prior = int(components), int(rank), check_prior(prior)
+        self.bounds = check_bounds(bounds)
         self.history: list[float] = []
         self.floor = 0.0
         # What EM works on: float64, in units of the data; None before `begin`.
         self._exact: Parameters | None = None
         self._units: Units | None = None
-        for name in ("logits", "means", "factors", "noise"):
+        for name in ("logits", "means", "factors", "noise", "low", "high"):
             self.register_buffer(name, None)
         if shape is not None:
             self._allocate(check_shape(shape), torch.get_default_dtype(), torch.get_default_device())
@@ -84,7 +107,9 @@ class SMFA(nn.Module):
     def config(self) -> dict[str, Any]:
         """The arguments that make another one like this."""
         shape = None if self.means is None else list(self.means.shape[1:])
-        return {"components": self.components, "rank": self.rank, "shape": shape}
+        bounds = list(self.bounds) if isinstance(self.bounds, tuple) else self.bounds
+        known = {"components": self.components, "rank": self.rank, "shape": shape}
+        return {**known, "prior": self.prior, "bounds": bounds}
 
     def forward(self, x: Tensor, observed: Tensor) -> MFA:
         """The MFA of every image given its observed pixels."""
@@ -99,7 +124,8 @@ class SMFA(nn.Module):
         kind = result_type(x.dtype, self.means.dtype)
         prior = (self.logits, self.means, self.factors, self.noise)
         logits, means, factors, noise = (t.to(kind).expand(len(x), *t.shape) for t in prior)
-        return MFA(logits, means, factors, noise, check=False).condition(x.to(kind), observed)
+        p = MFA(logits, means, factors, noise, check=False).condition(x.to(kind), observed)
+        return p if self.bounds is None else clip(p, self.low.to(kind), self.high.to(kind))
 
     def fit(
         self,
@@ -113,7 +139,7 @@ class SMFA(nn.Module):
         seed: int = 0,
         on_iteration: Callable[[int, float], None] | None = None,
     ) -> SMFA:
-        """Fit by EM on incomplete images; the log-likelihood of what is seen never falls (except with `minibatch`).
+        """Fit by EM on incomplete images; the likelihood, with its prior, never falls (except with `minibatch`).
 
         A fresh module takes the device and dtype of the images (float32 at least). One that has parameters keeps its
         own, and EM runs there: images on another device are sent to it batch by batch.
@@ -186,9 +212,11 @@ class SMFA(nn.Module):
             raise ValueError(f"x must hold at least as many images as components, {self.components}, got {total}")
         check_representable(units.scale, noise_floor, like.dtype if self.means is None else self.means.dtype)
         self._allocate(tuple(like.shape[1:]), like.dtype, like.device)
+        self._bound_by(units)
         self._units, self.floor, self.history = units, noise_floor, []
         chosen, mask = some(self._standardized(x, observed), images, units.center, limit=2000, seed=seed)
-        self._keep(start(chosen, mask, self.components, self.rank, self.floor, seed))
+        prior = Prior(self._believed(total) / len(chosen), units.variance)
+        self._keep(start(chosen, mask, self.components, self.rank, self.floor, prior, seed))
 
     @torch.no_grad()
     def iterate(
@@ -205,7 +233,8 @@ class SMFA(nn.Module):
         Returns:
             With `minibatch` the running statistics, to be passed as `memory` to the next pass; else None.
         """
-        p, _ = self._working()
+        p, units = self._working()
+        prior = Prior(self._believed(units.images) / units.images, units.variance)
         if minibatch is None:
             sums: Statistics | None = None
             for flat, mask in self._standardized(x, observed):
@@ -213,8 +242,9 @@ class SMFA(nn.Module):
                 sums = part if sums is None else sums + part
             assert sums is not None
             add_over_processes(*vars(sums).values())
-            self._keep(maximize(p, sums, self.floor))
-            self.history.append(float(sums.likelihood / sums.images))
+            reached = float(sums.likelihood / sums.images + log_prior(p, prior))
+            self._keep(maximize(p, sums, self.floor, prior))
+            self.history.append(reached)
             return None
         check_size("minibatch", minibatch)
         minibatch = int(minibatch)
@@ -228,7 +258,7 @@ class SMFA(nn.Module):
             step += 1
             # Robbins–Monro: steps whose sum is infinite and whose squares' sum is not.
             memory = average if memory is None else memory.blend(average, (step + 1) ** -0.6)
-            p = maximize(p, memory, self.floor)
+            p = maximize(p, memory, self.floor, prior)
             memory.images.fill_(1.0)
         assert memory is not None
         self._keep(p)
@@ -240,22 +270,35 @@ class SMFA(nn.Module):
     def resumable(self) -> dict[str, Tensor]:
         """Everything EM needs to go on exactly where it is."""
         parameters, units = self._working()
-        values = {**vars(parameters), **vars(units), "seen": torch.tensor(units.seen, dtype=torch.float64)}
+        counts = {"seen": units.seen, "images": units.images}
+        values = {**vars(parameters), **vars(units), **{k: torch.tensor(v).double() for k, v in counts.items()}}
         return {f"em.{name}": value for name, value in values.items()}
 
     def resume(self, images: Tensor, tensors: dict[str, Tensor], history: list[float], floor: float) -> None:
         """Go on from what `resumable` returned, with images like those it was fitted to."""
-        names = ("logits", "means", "factors", "noise", "center", "scale", "seen")
+        names = [f.name for kind in (Parameters, Units) for f in fields(kind)]
         absent = [f"em.{name}" for name in names if f"em.{name}" not in tensors]
         if absent:
             raise ValueError(f"tensors must be those of SMFA.resumable, got none named {', '.join(absent)}")
         self._allocate(tuple(images.shape[1:]), images.dtype, images.device)
-        logits, means, factors, noise, center, scale, seen = (
-            tensors[f"em.{name}"].to(self.means.device) for name in names
-        )
-        self._units = Units(center, scale, float(seen))
+        found = {name: tensors[f"em.{name}"].to(self.means.device) for name in names}
+        counts = {name: float(found[name]) for name in ("seen", "images")}
+        self._units = Units(**{f.name: found[f.name] for f in fields(Units)} | counts)  # type: ignore[arg-type]
+        self._bound_by(self._units)
         self.history, self.floor = list(history), floor
-        self._keep(Parameters(logits, means, factors, noise))
+        self._keep(Parameters(**{f.name: found[f.name] for f in fields(Parameters)}))
+
+    def _believed(self, images: float) -> float:
+        """How many images the prior counts for: less with every real one."""
+        return min(self.prior * self.components * (self.rank + 1) ** 2 / images, images)
+
+    def _bound_by(self, units: Units) -> None:
+        """Take the range of the data for bounds, if so wished."""
+        if self.bounds == "data":
+            scale = units.scale.view(self.means.shape[1:])[:, 0, 0]
+            low, high = with_margin(units.low, units.high, scale)
+            self.low.copy_(low)
+            self.high.copy_(high)
 
     def _standardized(
         self, x: Tensor | Batches, observed: Tensor | None, size: int | None = None, seed: int | None = None
@@ -290,6 +333,9 @@ class SMFA(nn.Module):
         self.means = zeros(self.components, *shape)
         self.factors = zeros(self.components, self.rank, *shape)
         self.noise = torch.ones_like(self.means)
+        if self.bounds is not None:
+            low, high = self.bounds if isinstance(self.bounds, tuple) else (-1.0, 1.0)
+            self.low, self.high = zeros(shape[0], 1, 1) + low, zeros(shape[0], 1, 1) + high
 
     def _keep(self, p: Parameters) -> None:
         """Store EM's parameters in the units and type of the images, and as they are for the next iteration."""

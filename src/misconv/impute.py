@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from misconv._checks import check_images, check_observed, check_seen_finite, check_size, describe
+from misconv._math import full_precision, nearest_fill
+from misconv._math import push_pull as smooth_fill
 from misconv.mfa import MFA
 
-__all__ = ["KNN", "Mean", "by_density", "zero"]
+__all__ = ["KNN", "Mean", "by_density", "nearest", "push_pull", "zero"]
 
 # Work arrays of `KNN` stay below about this, however many images are fitted or filled.
 _WORK_BYTES = 256 * 2**20
@@ -36,6 +38,47 @@ def zero(x: Tensor, observed: Tensor) -> Tensor:
         tensor([[[[2., 0.]]]])
     """
     return torch.where(_check(x, observed), x, 0)
+
+
+def nearest(x: Tensor, observed: Tensor) -> Tensor:
+    """Fill each missing pixel with the nearest one of its image and channel that was seen, differentiably.
+
+    ``filled[i] = x[argmin_{j seen} |i − j|]``, with the distance of pixel centres in the plane. Of equally near pixels
+    one is taken, always the same. A channel of which nothing was seen becomes 0, as by `zero`.
+
+    Shape:
+        (B, C, H, W), bool (B, 1, H, W) or (B, C, H, W) → (B, C, H, W).
+
+    Example:
+        >>> x = torch.tensor([[[[2.0, float("nan"), float("nan"), float("nan"), 7.0]]]])
+        >>> nearest(x, ~x.isnan())[..., [0, 1, 3, 4]]
+        tensor([[[[2., 2., 7., 7.]]]])
+    """
+    observed = _check(x, observed)
+    filled, _ = nearest_fill(x, observed)
+    return filled
+
+
+def push_pull(x: Tensor, observed: Tensor) -> Tensor:
+    """Fill the holes of each channel smoothly from what is around them, with a push–pull pyramid, differentiably.
+
+    Down the pyramid each level holds averages of the seen pixels of the level below, ``Σ w x / Σ w``; up again what a
+    level does not know comes from the coarser one. All fills lie between the least and the largest seen pixel of the
+    channel. A channel of which nothing was seen becomes 0, as by `zero`. Half precision is computed in float32.
+
+    Shape:
+        (B, C, H, W), bool (B, 1, H, W) or (B, C, H, W) → (B, C, H, W).
+
+    Example:
+        >>> x = torch.tensor([[[[2.0, float("nan"), float("nan"), 5.0]]]])
+        >>> push_pull(x, ~x.isnan()).round(decimals=1)
+        tensor([[[[2.0000, 3.1000, 3.9000, 5.0000]]]])
+    """
+    observed = _check(x, observed)
+    kind = torch.promote_types(x.dtype, torch.float32)
+    with full_precision(x.device):
+        filled = smooth_fill(x.to(kind), observed.expand(x.shape))
+    return torch.where(observed, x, filled.to(x.dtype))
 
 
 class _Fitted(nn.Module):

@@ -25,7 +25,7 @@ from misconv._checks import (
     describe,
     generator_device,
 )
-from misconv._math import NOISE_FLOOR, full_precision, log_prob, score, wide_type
+from misconv._math import NOISE_FLOOR, full_precision, log_prob, marginal_log_prob, score, wide_type
 from misconv._torch import in_transform, pytree
 
 __all__ = ["MFA"]
@@ -166,6 +166,15 @@ class MFA:
 
             return fused_log_prob(*tensors, floor=NOISE_FLOOR, plain=log_prob)
         return log_prob(*tensors)
+
+    def marginal_log_prob(self, x: Tensor, where: Tensor | None = None) -> Tensor:
+        """The sum of the log densities of the pixels in `where`, each by itself, ``Σ_i log Σ_k π_k N(x_i; μ_i, σ²_i)``.
+
+        Like `log_prob` it is a proper score: it is largest for the true density. It sees what each pixel claims, and
+        nothing of how pixels go together. Arguments and result are those of `log_prob`.
+        """
+        scored = self._check_pixels(x, where, "where")
+        return marginal_log_prob(*self._parameters(), x, None if where is None else scored, self.observed)
 
     def condition(self, x: Tensor, observed: Tensor) -> MFA:
         """The MFA given the observed pixels, which become exact; the weights are updated by Bayes' rule.

@@ -22,9 +22,9 @@ from misconv._checks import (
     describe,
     read_images,
 )
-from misconv._math import Draw, between, hidden_count, lowest
+from misconv._math import Draw, Like, between, hidden_count, lowest
 
-__all__ = ["channels", "free_form", "hide", "noise", "observe", "square", "stripes", "trapezoid"]
+__all__ = ["channels", "free_form", "hide", "like", "noise", "observe", "square", "stripes", "trapezoid"]
 
 
 def observe(x: Any, nodata: float | None = None) -> tuple[Tensor, Tensor]:
@@ -327,6 +327,30 @@ def channels(
     hidden = between(round(fraction * channels), channels)
     gone = lowest(draw.uniform(batch, 1, channels), hidden).view(batch, channels, 1, 1)
     return draw.finish(~gone.expand(batch, channels, height, width))
+
+
+def like(observed: Tensor) -> Callable[..., Tensor]:
+    """Regions like those that are missing: a generator for `hide` that draws them from the data.
+
+    Squares where squares are missing, stripes where stripes are, channels where channels are. Where the same pixels
+    are missing in all images the regions are moved about; of single pixels that are scattered over an image fewer are
+    taken, so that nearly as much stays seen as in the data. Where nothing is missing, it is `square`.
+
+    Args:
+        observed: bool (N, 1, H, W) or (N, C, H, W), of the data.
+
+    Returns:
+        A function with the arguments of `square`, for images of this size; it does not follow `fraction`.
+
+    Example:
+        >>> observed = channels(100, 8, 8, channels=3, generator=torch.Generator().manual_seed(0))
+        >>> drawn = like(observed)(20, 8, 8, generator=torch.Generator().manual_seed(0))
+        >>> torch.equal(drawn, drawn[:, :, :1, :1].expand(drawn.shape))  # whole channels
+        True
+    """
+    if not _is_region(observed) or observed.dim() != 4 or 0 in observed.shape:
+        raise TypeError(f"observed must be a bool tensor (N, 1 or C, H, W), got {describe(observed)}")
+    return square if bool(observed.all()) else Like(observed)
 
 
 def hide(

@@ -6,7 +6,8 @@ Devices, precision and processes are Fabric's arguments; the loop is that of `mi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,47 +18,73 @@ from torch import Tensor, nn
 from misconv._checks import check_seed, check_size, describe
 from misconv._torch import pytree
 from misconv._train import (
+    Budget,
     Checkpoint,
+    DensityTraining,
+    EMImages,
     EpochRecord,
+    Holes,
     Rate,
-    as_floats,
+    StreamedImages,
+    TensorImages,
+    budget_of,
+    check_count,
+    check_density_arguments,
     check_fabric,
     check_incomplete,
     check_place,
     check_trainable,
     classifier_job,
-    density_job,
+    doubts,
     gpu_of,
-    identify_data,
     identify_module,
+    images_for_em,
+    is_stream,
+    objective_of,
     on_first,
     one_device,
     progress_bar,
+    smallest_batch,
+    stream_of,
     train,
+    warm_up_cosine,
+    warn_if_inverted,
 )
 from misconv.density import SMFA
 from misconv.mfa import MFA
-from misconv.missing import square
+from misconv.missing import like
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
+    from torch.utils.data import Dataset
 
 __all__ = ["fit_classifier", "fit_density"]
+
+# Adam, where no learning rate is given: needs no tuning.
+_PEAK = 2e-3
+_RECIPE: dict[str, Any] = {"schedule": warm_up_cosine(_PEAK), "betas": (0.9, 0.99), "clip": 1.0}
+_ITERATIONS = 50  # of EM
+_WRAPPED = 4  # frames from here to whoever called fit_density, through two decorators
 
 
 @torch.inference_mode(False)
 @torch.enable_grad()
 def fit_density(
     density: nn.Module,
-    images: Tensor,
-    observed: Tensor,
+    images: Tensor | Dataset[Any] | Iterable[Any],
+    observed: Tensor | None = None,
     *,
-    epochs: int = 50,
+    epochs: int | None = None,
+    steps: int | None = None,
+    minutes: float | None = None,
     batch_size: int = 64,
-    learning_rate: Rate = 1e-3,
+    workers: int = 0,
+    learning_rate: Rate | None = None,
+    objective: str = "joint+marginal",
     mse_epochs: int = 0,
-    shape: Callable[..., Tensor] = square,
+    shape: Callable[..., Tensor] | None = None,
     fraction: float = 1 / 4,
+    augment: bool = False,
     validation: float = 0.1,
     patience: int | None = None,
     seed: int = 0,
@@ -72,54 +99,124 @@ def fit_density(
     measure on validation images are kept. An `SMFA` is fitted by EM to all images instead; it uses `epochs`, `seed`,
     `checkpoint`, `fabric` and `progress`, and ignores the arguments that are about gradients and validation.
 
+    Images may be more than memory holds: of a Dataset or a DataLoader at most 2,000 are kept, for validation, and at
+    most 4,096 are looked at beforehand, to measure the range of pixels and what regions are missing. A DataLoader is
+    iterated as it is, and the first images that it yields are set aside for validation: they are left out wherever
+    they come again. Several processes must be given the same one.
+
     Wherever it is trained, the density comes back on the device, in the dtype and in the train or eval mode in which it
     came: call ``density.eval()`` before you use it. An error or an interruption leaves it with the best parameters so
-    far, or as it came.
+    far, or as it came. Where its mean predicts hidden pixels worse than the nearest pixel does, or its intervals hold
+    ten points more or less of them than they should, a warning says so in the end.
 
     Args:
         density: a module (x, observed) -> MFA; trained in place.
-        images: (N, C, H, W); uint8 counts as 0 to 1. observed: bool (N, 1, H, W) or (N, C, H, W).
-        epochs: passes over the images (for an `SMFA` the largest number of EM iterations).
-        learning_rate: of Adam, a number or a function of the epoch, which counts from 0.
+        images: (N, C, H, W); uint8 counts as 0 to 1. Or a map-style Dataset, or a DataLoader, that yields images with
+            NaN where they are missing, pairs (x, observed), or dictionaries with "image" and, unless it has NaN,
+            "observed"; labels and other keys are ignored.
+        observed: bool (N, 1, H, W) or (N, C, H, W); None where missing pixels of `images` are NaN.
+        epochs, steps, minutes: how long, one of them: passes over the images (for an `SMFA` the largest number of EM
+            iterations), steps of Adam, or time. By default 100 epochs, but at least 300 steps and at most 2,000.
+        workers: processes that read a Dataset.
+        learning_rate: of Adam, a number or a function of the epoch, which counts from 0. By default it grows to 0.002
+            at first and then falls to 0 along a cosine, over the whole training.
+        objective: "joint+marginal", the likelihood of all hidden pixels of an image together and of each by itself;
+            "joint", as in the paper, which makes a density too uncertain (docs/maths.md); or "marginal".
         mse_epochs: in this many first epochs the squared error of the mean is added.
-        shape, fraction: the region that is hidden; see `misconv.missing.hide`.
+        shape, fraction: the region that is hidden; see `misconv.missing.hide`. By default it is one like those that
+            are missing in the images, `misconv.missing.like`.
+        augment: whether to mirror every second image, left to right, and to move all of them by up to an eighth of
+            their size; for few images, if a mirrored one is as good as another.
         validation: the share of images set aside to measure on; 0 for none.
-        patience: stop after this many epochs without a better validation.
+        patience: stop after this many records without a better validation.
         seed: of everything random.
-        checkpoint: a file to continue from if it exists, and to write after every epoch. It is continued by the same
-            training alone: the same density, images and settings, with as many `epochs` or more.
+        checkpoint: a file to continue from if it exists, and to write after every record. It is continued by the same
+            training alone: the same density, images and settings. With a `learning_rate`, `epochs` may be more.
         fabric: devices, precision and processes; by default one device, a GPU if there is one. Several processes take
             batch statistics, like everything else, over the whole batch.
         progress: whether to show a progress bar.
 
     Returns:
-        A record per epoch: `nll` and `mse` per hidden pixel, and `validation_nll` where images were set aside.
+        A record per epoch, and where `epochs` is not given one for every twentieth of the training at least: `nll` and
+        `mse` per hidden pixel. Where images were set aside, also of these, as `validation_…`: `nll` and `marginal_nll`,
+        `rmse` of the mean and `nearest_rmse` of nearest-pixel fill, `coverage_50` and `coverage_90`, the share of
+        hidden pixels inside intervals that should hold 50 % and 90 % of them.
 
     Example:
         >>> import torch
-        >>> from misconv import ConvDMFA
-        >>> images, observed = torch.rand(32, 1, 8, 8), torch.rand(32, 1, 8, 8) > 0.25
-        >>> density = ConvDMFA(1, rank=1, widths=(4,), depths=(1,))
-        >>> history = fit_density(density, images, observed, epochs=2, progress=False)
-        >>> len(history), sorted(history[0])
-        (2, ['epoch', 'mse', 'nll', 'validation_nll'])
+        >>> from misconv import UNetDMFA
+        >>> images = torch.rand(32, 1, 8, 8).masked_fill(torch.rand(32, 1, 8, 8) < 0.25, torch.nan)
+        >>> density = UNetDMFA(1, rank=1, widths=(4, 4), depths=(1, 1))
+        >>> history = fit_density(density, images, epochs=2, progress=False)
+        >>> len(history), sorted(history[0])[:3]
+        (2, ['epoch', 'mse', 'nll'])
     """
     if not isinstance(density, nn.Module):
         raise TypeError(f"density must be a torch.nn.Module (x, observed) -> MFA, got {describe(density)}")
     if not isinstance(density, SMFA):
         check_trainable("density", density)
-    epochs = check_size("epochs", epochs)
+    budget = budget_of(epochs, steps, minutes)
     fabric = _start(fabric, density, patience, checkpoint, progress, images)
+    if isinstance(images, Iterator):
+        raise TypeError(f"images must yield its batches anew in every epoch, as a DataLoader, got {describe(images)}")
+    if is_stream(images) and observed is not None:
+        raise TypeError(
+            f"observed must be None where images is a Dataset or a DataLoader and yields it, got {describe(observed)}"
+        )
+    check_count("workers", workers)
     if isinstance(density, SMFA):
-        return _fit_by_em(density, images, observed, epochs, seed, checkpoint, fabric, progress)
-    job = density_job(
-        density, images, observed, fabric, batch_size=batch_size, learning_rate=learning_rate, mse_epochs=mse_epochs,
-        shape=shape, fraction=fraction, validation=validation, seed=seed,
-    )  # fmt: skip
+        data = images_for_em(images, observed, fabric, check_size("batch_size", batch_size), workers)
+        home = images.device if isinstance(images, Tensor) else torch.device("cpu")
+        return _fit_by_em(density, data, _iterations(budget), seed, home, checkpoint, fabric, progress)
+    check_density_arguments(objective, mse_epochs, fraction, validation)
+    if not isinstance(augment, bool):
+        raise TypeError(f"augment must be True or False, got {describe(augment)}")
+    seed, batch_size = check_seed("seed", seed), check_size("batch_size", batch_size)
+    options: dict[str, Any] = {"validation": validation, "batch_size": batch_size, "seed": seed}
+    source = _source(density, images, observed, fabric, workers, options)
+    holes = Holes(like(source.regions()) if shape is None else shape, fraction, seed, augment)
+    training = DensityTraining(density, source, holes, fabric, objective, mse_epochs)
+    recipe = _RECIPE if learning_rate is None else {"clip": 5.0}
+    rate = _PEAK if learning_rate is None else learning_rate
+    job = training.job(learning_rate=rate, validation=validation, seed=seed, **recipe)
     (history,) = train(
-        [job], fabric, epochs=epochs, patience=patience, checkpoint=checkpoint, progress=progress, title="density"
-    )
+        [job], fabric, budget=budget or _default_budget(source.steps), patience=patience, checkpoint=checkpoint,
+        progress=progress, title="density",
+    )  # fmt: skip
+    if fabric.global_rank == 0 and source.held_size:
+        doubt = doubts(min(history, key=lambda record: objective_of(record, objective)))
+        if doubt is not None:
+            warnings.warn(doubt, stacklevel=_WRAPPED)
     return history
+
+
+def _source(
+    density: nn.Module, images: Any, observed: Tensor | None, fabric: Fabric, workers: int, options: dict[str, Any]
+) -> TensorImages | StreamedImages:
+    """The images to learn from, checked as far as they can be."""
+    if not is_stream(images):
+        images, observed = check_incomplete(images, observed)
+        source: TensorImages | StreamedImages = TensorImages(images, observed, fabric, **options)
+    else:
+        least = smallest_batch(density, fabric.world_size, synchronize=True)
+        source = stream_of(images, fabric, workers=workers, least=least, **options)
+    if fabric.global_rank == 0:
+        warn_if_inverted(*source.some())
+    return source
+
+
+def _default_budget(steps: int | None) -> Budget:
+    """Enough for a good density, and not for ever on few images, which would be learned by heart."""
+    return Budget(steps=2000 if steps is None else min(max(100 * steps, 300), 2000))
+
+
+def _iterations(budget: Budget | None) -> int:
+    if budget is None:
+        return _ITERATIONS
+    if budget.epochs is None:
+        name = "steps" if budget.steps is not None else "minutes"
+        raise ValueError(f"{name} must not be given for an SMFA, which is fitted by EM; give epochs, its iterations")
+    return budget.epochs
 
 
 @torch.inference_mode(False)
@@ -186,7 +283,7 @@ def _start(
     patience: int | None,
     checkpoint: str | Path | None,
     progress: bool,
-    *tensors: Tensor,
+    *tensors: object,
 ) -> Fabric:
     """Check what all trainings have in common; a Fabric on the GPU of the module or of its data, if there is one."""
     if patience is not None:
@@ -203,44 +300,34 @@ def _start(
 
 def _fit_by_em(
     density: SMFA,
-    images: Tensor,
-    observed: Tensor,
+    images: EMImages,
     iterations: int,
     seed: int,
+    home: torch.device,
     checkpoint: str | Path | None,
     fabric: Fabric,
     progress: bool,
 ) -> list[EpochRecord]:
     """EM with a checkpoint after every iteration; several processes share the images out among them."""
-    images, observed = check_incomplete(images, observed)
     seed = check_seed("seed", seed)
-    rank, world = fabric.global_rank, fabric.world_size
-    if len(images) < world:
-        raise ValueError(f"images must be at least one for each of the {world} processes, got {describe(images)}")
     file = Checkpoint(checkpoint, fabric)
-    settings: dict[str, Any] = {"task": "density", "seed": seed, "images": list(images.shape)}
-    settings["module"] = identify_module(density)
-    found = None
-    if checkpoint is not None:
-        settings["data"] = identify_data((images, observed))
-        found = file.read(settings)
-    home = images.device
-    # In one piece each, so that all pieces together are the images in their order.
-    images, observed = (t.tensor_split(world)[rank].to(fabric.device) for t in (as_floats(images), observed))
+    settings: dict[str, Any] = {"task": "density", "seed": seed, "images": images.shape}
+    settings |= {"module": identify_module(density), "data": images.identity}
+    found = file.read(settings)
     with _returned(density, home):
         density.to(fabric.device)  # EM runs where the parameters are
         if found is None:
-            density.begin(images, observed, seed=seed)
+            density.begin(images.x, images.observed, seed=seed)
         else:
-            _resume_em(density, images, file, *found, iterations)
-        with progress_bar(progress and rank == 0, "SMFA", iterations, len(density.history)) as advance:
-            for number, likelihood in density.passes(images, observed, iterations=iterations, seed=seed):
+            _resume_em(density, images.example, file, *found, iterations)
+        with progress_bar(progress and fabric.global_rank == 0, "SMFA", iterations, len(density.history)) as advance:
+            for number, likelihood in density.passes(images.x, images.observed, iterations=iterations, seed=seed):
                 if not math.isfinite(likelihood):
                     raise FloatingPointError(f"EM diverged in iteration {number}: its log-likelihood is not finite")
                 if checkpoint is not None:
                     meta = {"settings": settings, "history": density.history, "floor": density.floor}
                     file.write(density.resumable(), meta)
-                advance({"log-likelihood per image": likelihood})
+                advance({"log-likelihood per image": likelihood}, len(density.history))
     return [{"epoch": float(i), "log_likelihood": value} for i, value in enumerate(density.history)]
 
 

@@ -70,7 +70,9 @@ def _run(problem: Problem, x: Tensor) -> list[Tensor]:
     x.requires_grad_()
     results = [t for t in problem(x) if t is not None]
     # Every result in units of its own, so that no square overflows.
-    parts = [(t / t.detach().abs().max().clamp_min(1e-30)).square().sum() for t in results if t.requires_grad]
+    parts = [
+        (t / t.detach().abs().max().clamp_min(1e-30)).square().sum() for t in results if t.requires_grad and t.numel()
+    ]
     total = sum(parts, start=torch.zeros((), device=x.device))
     slope = torch.autograd.grad(total, x, allow_unused=True)[0] if total.requires_grad else None
     return [t.detach() for t in results] + ([] if slope is None else [slope])

@@ -65,6 +65,7 @@ def quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="Using padding='same' with even kernel")
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")  # checkpoint
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork")  # torch has threads, which wait
+        warnings.filterwarnings("ignore", message="the density is not reliable yet")  # after two epochs it is not
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
         yield
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from misconv._checks import check_images, describe
+from misconv._density.bounds import Bounds
 from misconv._density.network import (
     MOST_WEIGHTS,
     DensityNetwork,
@@ -33,6 +34,7 @@ class LinearDMFA(DensityNetwork):
         shape: (C, H, W) of the images, which is fixed.
         components: K. rank: L.
         noise_floor: the least noise variance, as a share of the images' variance.
+        bounds: where means lie, (lowest, highest); "data": the range that `calibrate` saw; None for no bounds.
 
     Example:
         >>> density = LinearDMFA(shape=(1, 8, 8), rank=4)
@@ -41,10 +43,15 @@ class LinearDMFA(DensityNetwork):
     """
 
     def __init__(
-        self, shape: tuple[int, int, int], components: int = 1, rank: int = 4, noise_floor: float = 1e-3
+        self,
+        shape: tuple[int, int, int],
+        components: int = 1,
+        rank: int = 4,
+        noise_floor: float = 1e-3,
+        bounds: Bounds = "data",
     ) -> None:
         channels, height, width = self.shape = check_shape(shape)
-        super().__init__(channels, components, rank, noise_floor)
+        super().__init__(channels, components, rank, noise_floor, bounds)
         weights = 32 * height * width * components * (rank + 2) * channels * height * width
         if weights > MOST_WEIGHTS:
             raise ValueError(
@@ -98,6 +105,7 @@ class ConvDMFA(DensityNetwork):
         depths: how many blocks on the way down, at the bottom, and on the way up again.
         noise_floor: the least noise variance, as a share of the images' variance.
         skips: whether what was on the way down is given again on the way up (as in a U-Net); the paper has none.
+        bounds: where means lie, (lowest, highest); "data": the range that `calibrate` saw; None for no bounds.
 
     Example:
         >>> density = ConvDMFA(channels=3, components=2, rank=4)
@@ -114,8 +122,9 @@ class ConvDMFA(DensityNetwork):
         depths: tuple[int, ...] = (2, 2, 4, 2, 2),
         noise_floor: float = 1e-3,
         skips: bool = False,
+        bounds: Bounds = "data",
     ) -> None:
-        super().__init__(channels, components, rank, noise_floor)
+        super().__init__(channels, components, rank, noise_floor, bounds)
         if not isinstance(skips, bool):
             raise TypeError(f"skips must be True or False, got {describe(skips)}")
         check_sizes("widths", widths)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from misconv._math import cholesky, triangular_inverse
 
-__all__ = ["Parameters", "Statistics", "collect", "maximize", "start"]
+__all__ = ["Parameters", "Prior", "Statistics", "collect", "log_prior", "maximize", "start"]
 
 
 @dataclass
@@ -62,6 +62,28 @@ class Statistics:
 
     def __add__(self, other: Statistics) -> Statistics:
         return Statistics(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass
+class Prior:
+    """What is believed of every pixel before any image is seen, as if some images had been seen already.
+
+    In them the pixel varies by `variance`, and nothing explains that: they count as noise, and hold means and factors
+    at zero. So a component that few images belong to stays modest. Conjugate, so that the M-step stays one regression.
+    """
+
+    share: float  # how many such images there are, as a share of those that EM is fitted to
+    variance: Tensor  # (n)
+
+    def to(self, device: torch.device) -> Prior:
+        """The same on another device."""
+        return Prior(self.share, self.variance.to(device))
+
+
+def log_prior(p: Parameters, prior: Prior) -> Tensor:
+    """Its logarithm for an image, but for a constant: what EM adds to the mean log-likelihood."""
+    size = p.factors.square().sum(1) + p.means.square()  # (K, n)
+    return -0.5 * prior.share * (p.noise.log() + (prior.variance + size) / p.noise).sum()
 
 
 def collect(p: Parameters, x: Tensor, observed: Tensor) -> Statistics:
@@ -132,11 +154,11 @@ def _split(product: Tensor, components: int, *widths: int, joined: bool = False)
 _RIDGE = 1e-13
 
 
-def maximize(old: Parameters, s: Statistics, floor: float) -> Parameters:
+def maximize(old: Parameters, s: Statistics, floor: float, prior: Prior) -> Parameters:
     """The M-step: for every pixel the weighted regression of its seen values on [y, 1], and the noise that is left.
 
-    The noise is held at `floor` at least, which is the maximum under that constraint, so the likelihood still never
-    falls. A pixel that no image of a component has seen keeps what it had.
+    The noise is held at `floor` at least, which is the maximum under that constraint, so the likelihood, the prior
+    included, still never falls. A pixel that no image of a component has seen keeps what it had.
     """
     components, rank, pixels = old.factors.shape
     lower = torch.tril_indices(rank, rank, device=s.seen.device)
@@ -149,13 +171,16 @@ def maximize(old: Parameters, s: Statistics, floor: float) -> Parameters:
 
     known = s.seen > 1e-6 * s.images.clamp_max(1)  # (n, K)
     identity = torch.eye(rank + 1, dtype=normal.dtype, device=normal.device)
+    believed = prior.share * s.images / s.seen.clamp_min(1e-300)  # (n, K), images of the prior for one that saw it
     normal = torch.where(known[..., None, None], normal / s.seen.clamp_min(1e-300)[..., None, None], identity)
     target = torch.where(known[..., None], target / s.seen.clamp_min(1e-300)[..., None], 0)
     # A ridge far below what the data say keeps factors apart that no image tells apart.
     normal = normal + torch.diag_embed(_RIDGE * normal.diagonal(dim1=-2, dim2=-1))
+    normal = normal + identity * torch.where(known, believed, 0)[..., None, None]
     solution, _ = torch.linalg.solve_ex(normal, target)  # (n, K, L + 1)
     known = known & solution.isfinite().all(-1)
     noise = s.square / s.seen.clamp_min(1e-300) - (solution * target).sum(2)
+    noise = (noise + believed * prior.variance.unsqueeze(1)) / (1 + believed)
     factors = torch.where(known[..., None], solution[..., :rank], old.factors.permute(2, 0, 1))  # (n, K, L)
     return Parameters(
         logits=(s.weight / s.images).clamp_min(1e-30).log(),
@@ -166,7 +191,15 @@ def maximize(old: Parameters, s: Statistics, floor: float) -> Parameters:
 
 
 def start(
-    x: Tensor, observed: Tensor, components: int, rank: int, floor: float, seed: int, tries: int = 5, steps: int = 6
+    x: Tensor,
+    observed: Tensor,
+    components: int,
+    rank: int,
+    floor: float,
+    prior: Prior,
+    seed: int,
+    tries: int = 5,
+    steps: int = 6,
 ) -> Parameters:
     """Parameters to start from: of several k-means clusterings the one that a few steps of EM make most likely.
 
@@ -182,9 +215,10 @@ def start(
         )
         for _ in range(steps):
             statistics = collect(p, x, observed)
-            p = maximize(p, statistics, floor)
-        if float(statistics.likelihood) > most:
-            best, most = p, float(statistics.likelihood)
+            p = maximize(p, statistics, floor, prior)
+        reached = float(statistics.likelihood / statistics.images + log_prior(p, prior))
+        if reached > most:
+            best, most = p, reached
     assert best is not None, "the likelihood of a start is a number"
     return best
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ __all__ = [
     "Units",
     "add_over_processes",
     "check_representable",
+    "extremes",
+    "extremes_over_processes",
     "flatten",
     "measure",
     "pairs",
@@ -36,11 +39,16 @@ class Units:
 
     center: Tensor  # (n), float64
     scale: Tensor  # (n), float64
+    variance: Tensor  # (n), float64, of every pixel, in these units
+    low: Tensor  # (C), float64, the lowest value that was seen of a channel
+    high: Tensor  # (C), float64, the highest
     seen: float  # pixels seen of an image, on average
+    images: float  # how many
 
     def to(self, device: torch.device) -> Units:
         """The same on another device."""
-        return Units(self.center.to(device), self.scale.to(device), self.seen)
+        tensors = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.type == "Tensor"}
+        return replace(self, **tensors)
 
     def apply(self, x: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
         """Images and observed as float64 (N, n): images in these units, zero where not observed."""
@@ -128,10 +136,12 @@ def measure(
 ) -> tuple[Units, int, int, Tensor]:
     """The units; how many images here, and in all processes; and an image like them."""
     sums, images, like = torch.zeros(()), 0, None
+    low, high = torch.zeros(()), torch.zeros(())
     for chunk, seen in pairs(x, observed, device=device):
         if like is None:
             like = chunk[:1]
             sums = torch.zeros(2, like.numel(), dtype=torch.float64, device=like.device)
+            low, high = extremes(chunk, seen.expand(chunk.shape))
         if chunk.shape[1:] != like.shape[1:]:
             raise ValueError(f"x must hold images of one shape, {tuple(like.shape[1:])}, got {describe(chunk)}")
         flat, mask = flatten(chunk, seen)
@@ -140,6 +150,8 @@ def measure(
             number = images + int(blank[0])
             raise ValueError(f"observed must show at least one pixel of every image, got none of image {number}")
         sums += torch.stack([mask.sum(0), flat.sum(0)])
+        lowest, highest = extremes(chunk, seen.expand(chunk.shape))
+        low, high = torch.minimum(low, lowest), torch.maximum(high, highest)
         images += len(chunk)
     if like is None:
         raise ValueError("x must hold at least one image, got none")
@@ -157,7 +169,11 @@ def measure(
     deviation = (squares / sums[0]).view(channels, -1).mean(1).sqrt()
     unit = unit_of(deviation, center.view(channels, -1).abs().amax(1))
     scale = unit.repeat_interleave(len(center) // channels)
-    return Units(center, scale, float(sums[0].sum() / total)), images, int(total), like
+    # With two images' worth of its channel's variance, for pixels that few images have seen.
+    variance = (squares / scale.square() + 2) / (sums[0] + 2)
+    low, high = extremes_over_processes(low, high)
+    seen_pixels = float(sums[0].sum() / total)
+    return Units(center, scale, variance, low, high, seen_pixels, float(total)), images, int(total), like
 
 
 def _check_all_seen(count: Tensor, shape: tuple[int, ...]) -> None:
@@ -203,3 +219,18 @@ def add_over_processes(*tensors: Tensor) -> None:
             dense = tensor.contiguous()  # views of a larger product are not summed correctly in place
             dist.all_reduce(dense)
             tensor.copy_(dense)
+
+
+def extremes(x: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """The lowest and the highest value (C,) that was seen of every channel, in float64; infinite where none was."""
+    low = x.masked_fill(~seen, math.inf).amin((0, 2, 3)).double()
+    return low, x.masked_fill(~seen, -math.inf).amax((0, 2, 3)).double()
+
+
+def extremes_over_processes(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """The lowest and the highest over the processes of `torch.distributed`, where there are several."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        both = torch.stack([-low, high])
+        dist.all_reduce(both, dist.ReduceOp.MAX)
+        low, high = -both[0], both[1]
+    return low, high

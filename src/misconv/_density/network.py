@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from misconv._checks import check_images, check_observed, check_seen_finite, check_size, describe
-from misconv._density.em_data import add_over_processes, check_representable, unit_of
+from misconv._density.bounds import Bounds, bound, check_bounds, with_margin
+from misconv._density.em_data import (
+    add_over_processes,
+    check_representable,
+    extremes,
+    extremes_over_processes,
+    unit_of,
+)
 from misconv.mfa import MFA
 
 __all__ = [
@@ -40,9 +47,11 @@ class DensityNetwork(nn.Module):
 
     center: Tensor
     scale: Tensor
+    low: Tensor | None
+    high: Tensor | None
     logits: nn.Linear | None
 
-    def __init__(self, channels: int, components: int, rank: int, noise_floor: float) -> None:
+    def __init__(self, channels: int, components: int, rank: int, noise_floor: float, bounds: Bounds) -> None:
         super().__init__()
         check_size("channels", channels)
         check_size("components", components)
@@ -57,13 +66,19 @@ class DensityNetwork(nn.Module):
         self.noise_floor = float(noise_floor)
         self.register_buffer("center", torch.zeros(channels, 1, 1))
         self.register_buffer("scale", torch.ones(channels, 1, 1))
+        self.bounds = check_bounds(bounds)
+        # Until `calibrate` has seen data, they are taken for standardised ones.
+        low, high = self.bounds if isinstance(self.bounds, tuple) else (-4.0, 4.0)
+        self.register_buffer("low", None if bounds is None else torch.full((channels, 1, 1), low))
+        self.register_buffer("high", None if bounds is None else torch.full((channels, 1, 1), high))
 
     def _settings(self) -> dict[str, Any]:
-        return {"components": self.components, "rank": self.rank, "noise_floor": self.noise_floor}
+        bounds = list(self.bounds) if isinstance(self.bounds, tuple) else self.bounds
+        return {"components": self.components, "rank": self.rank, "noise_floor": self.noise_floor, "bounds": bounds}
 
     @torch.no_grad()
     def calibrate(self, x: Tensor, observed: Tensor) -> None:
-        """Measure mean and deviation of the seen pixels of every channel, so that images may have any range."""
+        """Measure mean, deviation and range of the seen pixels of every channel, so that images may have any."""
         observed = self._check(x, observed)
         seen = observed.expand(x.shape)
         count = seen.sum((0, 2, 3), dtype=torch.float64)
@@ -78,6 +93,10 @@ class DensityNetwork(nn.Module):
         check_representable(scale, self.noise_floor, self.scale.dtype)
         self.center.copy_(center.view(-1, 1, 1))
         self.scale.copy_(scale.view(-1, 1, 1))
+        if self.bounds == "data":
+            low, high = with_margin(*extremes_over_processes(*extremes(x, seen)), scale)
+            self.low.copy_(low)  # type: ignore[union-attr]  # there are bounds
+            self.high.copy_(high)  # type: ignore[union-attr]
 
     def _check(self, x: Tensor, observed: Tensor) -> Tensor:
         """Check images and what is seen of them; `observed` as bool."""
@@ -106,23 +125,34 @@ class DensityNetwork(nn.Module):
         return logits
 
     def _output(
-        self, x: Tensor, observed: Tensor, logits: Tensor, means: Tensor, factors: Tensor, noise: Tensor
+        self,
+        x: Tensor,
+        observed: Tensor,
+        logits: Tensor,
+        means: Tensor,
+        factors: Tensor,
+        noise: Tensor,
     ) -> MFA:
         """From numbers of the network to an MFA in the units of the images.
 
         Heads give (B, K·C, H, W), factors (B, K·L·C, H, W); noise as the logarithm of what exceeds the least.
         """
         shape = (self.components, *x.shape[1:])
-        means, factors, noise, logits = (t.to(x.dtype) for t in (means, factors, noise, logits))
-        center, scale = self.center.to(x.dtype), self.scale.to(x.dtype)
-        variance = self.noise_floor + torch.exp(noise.clamp(max=6.0))
-        return MFA(
-            logits=logits,
-            means=center + scale * torch.unflatten(means, 1, shape[:2]),
-            factors=scale * torch.unflatten(factors, 1, (self.components, self.rank, x.shape[1])),
-            noise=scale * (scale * torch.unflatten(variance, 1, shape[:2])),  # the square of a scale may overflow
-            check=False,
-        ).fix(x, observed)
+        # In float32 at least: half precision cannot tell a mean from a bound that is near.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        means, factors, noise = (t.to(wide) for t in (means, factors, noise))
+        center, scale = self.center.to(wide), self.scale.to(wide)
+        means = center + scale * torch.unflatten(means, 1, shape[:2])
+        factors = scale * torch.unflatten(factors, 1, (self.components, self.rank, x.shape[1]))
+        noise = torch.unflatten(torch.exp(noise.clamp(max=6.0)), 1, shape[:2])
+        floor = torch.full_like(scale, self.noise_floor)
+        if self.low is not None and self.high is not None:
+            low, high = self.low.to(wide), self.high.to(wide)
+            means, factors, noise, floor = bound(means, factors, noise, floor, low, high, scale)
+        # The square of a scale may overflow.
+        noise = scale * (scale * (floor + noise))
+        logits, means, factors, noise = (t.to(x.dtype) for t in (logits, means, factors, noise))
+        return MFA(logits, means, factors, noise, check=False).fix(x, observed)
 
 
 def initialize_components(means: nn.Module, noise: nn.Module) -> None:

@@ -11,9 +11,11 @@ from misconv._math.expectations import (
     weighted_mean,
     z_limit,
 )
+from misconv._math.fill import nearest_fill, nearest_seen, push_pull
 from misconv._math.geometry import Padding, Pair, margins, output_size, pair
-from misconv._math.likelihood import NOISE_FLOOR, full_precision, log_prob, score, wide_type
+from misconv._math.likelihood import NOISE_FLOOR, full_precision, log_prob, marginal_log_prob, score, wide_type
 from misconv._math.linalg import cholesky, triangular_inverse
+from misconv._math.regions import Like
 from misconv._math.relu import ExpectedReLU
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "Activation",
     "Draw",
     "ExpectedReLU",
+    "Like",
     "Padding",
     "Pair",
     "activation_module",
@@ -35,11 +38,15 @@ __all__ = [
     "hidden_count",
     "log_prob",
     "lowest",
+    "marginal_log_prob",
     "margins",
+    "nearest_fill",
+    "nearest_seen",
     "normal_cdf",
     "normal_pdf",
     "output_size",
     "pair",
+    "push_pull",
     "score",
     "triangular_inverse",
     "weighted_mean",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from misconv._math.linalg import cholesky, triangular_inverse
 
-__all__ = ["NOISE_FLOOR", "full_precision", "log_prob", "score", "wide_type"]
+__all__ = ["NOISE_FLOOR", "full_precision", "log_prob", "marginal_log_prob", "score", "wide_type"]
 
 # The least noise of a pixel as a share of the variance that its factors give it: a standard deviation of 2⁻²³, the
 # rounding of float32. It keeps 1/d finite, and with float64 C = I + AᵀD⁻¹A still has correct digits.
@@ -88,6 +88,31 @@ def log_prob(
     logits = logits.to(likelihood.dtype)
     # This difference is exactly zero where no pixel is scored.
     return ((logits + likelihood).logsumexp(-1) - logits.logsumexp(-1)).to(x.dtype)
+
+
+def marginal_log_prob(
+    logits: Tensor,
+    means: Tensor,
+    factors: Tensor,
+    noise: Tensor,
+    x: Tensor,
+    where: Tensor | None,
+    observed: Tensor | None,
+) -> Tensor:
+    """The sum (B,) of the log densities of single pixels, those that are in `where` and not `observed`."""
+    where = torch.ones_like(x, dtype=torch.bool) if where is None else where
+    scored = (where if observed is None else where & ~observed).expand(x.shape).unsqueeze(-4)  # (B, 1, C, H, W)
+    # Before arithmetic: what is not scored may be NaN, and NaN · 0 is NaN in values and gradients.
+    own = torch.promote_types(x.dtype, torch.float32)
+    value, means = (torch.where(scored, t, 0).to(own) for t in (x.unsqueeze(-4), means))
+    factors = torch.where(scored.unsqueeze(-4), factors, 0).to(own)
+    variance = torch.where(scored, noise, 1).to(own) + factors.square().sum(-4)  # (B, K, C, H, W)
+    least = (torch.maximum(value.abs(), means.abs()) * torch.finfo(own).eps).square()
+    variance = torch.maximum(variance, least.detach()).clamp_min(torch.finfo(own).tiny)
+    each = -0.5 * ((value - means).square() / variance + variance.log() + math.log(2 * math.pi))
+    weights = logits.to(own).log_softmax(-1)[..., None, None, None]
+    pixels = (weights + each).logsumexp(-4).where(scored.squeeze(-4), 0)  # (B, C, H, W)
+    return pixels.sum((-3, -2, -1)).to(x.dtype)
 
 
 def wide_type(like: Tensor) -> torch.dtype:

@@ -1,19 +1,35 @@
 """The engine under every training: jobs, checkpoints, processes, devices."""
 
+from misconv._train.batches import smallest_batch
+from misconv._train.budget import Budget, budget_of, warm_up_cosine
 from misconv._train.checkpoint import Checkpoint, check_place
+from misconv._train.densities import DensityTraining, check_density_arguments, density_job
+from misconv._train.em_images import EMImages, images_for_em
 from misconv._train.engine import EpochRecord, Job, Rate, train
-from misconv._train.identity import identify_data, identify_module
-from misconv._train.jobs import as_floats, check_incomplete, classifier_job, cosine_schedule, count_right, density_job
+from misconv._train.identity import identify_module
+from misconv._train.images import Holes, TensorImages, as_floats, check_incomplete, warn_if_inverted
+from misconv._train.jobs import check_count, classifier_job, cosine_schedule, count_right
 from misconv._train.loan import check_trainable, gpu_of
 from misconv._train.processes import on_first
+from misconv._train.scores import doubts, objective_of
 from misconv._train.session import check_fabric, one_device, progress_bar
+from misconv._train.streams import StreamedImages, is_stream, stream_of
 
 __all__ = [
+    "Budget",
     "Checkpoint",
+    "DensityTraining",
+    "EMImages",
     "EpochRecord",
+    "Holes",
     "Job",
     "Rate",
+    "StreamedImages",
+    "TensorImages",
     "as_floats",
+    "budget_of",
+    "check_count",
+    "check_density_arguments",
     "check_fabric",
     "check_incomplete",
     "check_place",
@@ -22,11 +38,18 @@ __all__ = [
     "cosine_schedule",
     "count_right",
     "density_job",
+    "doubts",
     "gpu_of",
-    "identify_data",
     "identify_module",
+    "images_for_em",
+    "is_stream",
+    "objective_of",
     "on_first",
     "one_device",
     "progress_bar",
+    "smallest_batch",
+    "stream_of",
     "train",
+    "warm_up_cosine",
+    "warn_if_inverted",
 ]

@@ -1,11 +1,11 @@
-"""The engine under every training: epochs with Adam, the best parameters kept, checkpoints, many jobs side by side.
+"""The engine under every training: steps with Adam, the best parameters kept, checkpoints, many jobs side by side.
 
 A `Job` says what is trained, on what, and how it is judged. On a GPU whose memory holds the data, one step of all jobs
 is captured as a CUDA graph with a branch for each, and replayed: small networks wait for launches otherwise, and a
 branch alone fills a fraction of the chip. Everywhere else jobs take turns, epoch by epoch.
 
-All randomness of an epoch comes from the seed and the number of the epoch, and a checkpoint is written whole or not at
-all, so that a run that was killed and called again ends with the same parameters as one that was not.
+A round is an epoch or a part of one. All its randomness comes from the seed and its number, and a checkpoint is written
+whole or not at all, so that a run that was killed and called again ends with the same parameters as one that was not.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ import torch
 from torch import Tensor
 
 from misconv._store import JsonObject
+from misconv._train.budget import Budget
 from misconv._train.checkpoint import Checkpoint
+from misconv._train.dropout import Dropout
 from misconv._train.identity import identify_module
 from misconv._train.loan import borrowed
 from misconv._train.processes import check_agreement, synchronized
-from misconv._train.running import Dropout, Job, Rate, Running, generator, rate_of, under
+from misconv._train.running import Job, Rate, Running, rate_of, under
 from misconv._train.session import EpochRecord, progress_bar
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["EpochRecord", "Job", "Rate", "generator", "train"]
+__all__ = ["EpochRecord", "Job", "Rate", "train"]
 
 _log = logging.getLogger("misconv")
 
@@ -44,7 +46,8 @@ def train(
     jobs: Sequence[Job],
     fabric: Fabric,
     *,
-    epochs: int,
+    epochs: int | None = None,
+    budget: Budget | None = None,
     patience: int | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_seconds: float = 0.0,
@@ -58,19 +61,21 @@ def train(
 
     Args:
         jobs: of one number of images and one batch size.
-        patience: stop after this many epochs in which no job got better.
-        checkpoint: a file to continue from if it exists, and to write after an epoch.
-        checkpoint_seconds: the least time between two writes; with 0, the default, every epoch is written.
+        epochs: how long; or a `budget`, which may also be one of steps or minutes.
+        patience: stop after this many rounds in which no job got better. A round is an epoch or less, see `Budget`.
+        checkpoint: a file to continue from if it exists, and to write after a round.
+        checkpoint_seconds: the least time between two writes; with 0, the default, every round is written.
         progress, title, transient: of a bar; a transient one goes when it is done.
 
     Returns:
-        For every job a record per epoch.
+        For every job a record per round.
     """
     _check_sizes(jobs, fabric)
+    budget = budget or Budget(epochs=epochs)
     start = time.monotonic()
     file = Checkpoint(checkpoint, fabric)
-    settings = _settings(jobs, fabric, patience) if checkpoint is not None or fabric.world_size > 1 else {}
-    check_agreement(fabric, json.dumps([settings, epochs]))
+    settings = _settings(jobs, fabric, patience, budget) if checkpoint is not None or fabric.world_size > 1 else {}
+    check_agreement(fabric, json.dumps([settings, budget.total]))
     found = file.read(settings)
     captured = all(job.resident for job in jobs) and _can_capture(fabric)
     with ExitStack() as stack:
@@ -82,60 +87,73 @@ def train(
                 job.prepare()
         running = [Running(job, fabric, captured) for job in jobs]
         for run, loan in zip(running, loans, strict=True):
-            run.loan = loan
+            run.loan, run.budget = loan, budget
         if found is not None:
-            start -= _resume(running, file, *found, epochs)
+            start -= _resume(running, file, *found, budget)
         written = time.monotonic()
-        bar = progress_bar(progress and fabric.global_rank == 0, title, epochs, running[0].done, transient=transient)
+
+        def spent() -> int:
+            return budget.spent(running[0].place, time.monotonic() - start)
+
+        bar = progress_bar(progress and fabric.global_rank == 0, title, budget.total, spent(), transient=transient)
         advance = stack.enter_context(bar)
-        for record in _epochs(running, fabric, epochs, patience, captured):
+        for record in _rounds(running, fabric, budget, start, patience, captured):
             if checkpoint is not None and time.monotonic() - written >= checkpoint_seconds:
                 tensors = {f"{n}.{key}": t for n, run in enumerate(running) for key, t in run.tensors().items()}
                 numbers = [run.numbers() for run in running]
-                spent = time.monotonic() - start
-                file.write(tensors, {"settings": settings, "jobs": numbers, "seconds": spent})
+                seconds = time.monotonic() - start
+                file.write(tensors, {"settings": settings, "jobs": numbers, "seconds": seconds})
                 written = time.monotonic()
-            advance(record)
+            advance(record, spent())
     for job in jobs:
         job.seconds = (time.monotonic() - start) / len(jobs)
     return [run.history for run in running]
 
 
-def _epochs(
-    running: Sequence[Running], fabric: Fabric, epochs: int, patience: int | None, captured: bool
+def _rounds(
+    running: Sequence[Running], fabric: Fabric, budget: Budget, start: float, patience: int | None, captured: bool
 ) -> Iterator[EpochRecord]:
-    """Train epoch by epoch; yields what is recorded of the first job."""
-    full, graph = running[0].full, None
-    for epoch in range(running[0].done, epochs):
-        if patience is not None and epoch > 0 and epoch - 1 - max(r.best_epoch for r in running) >= patience:
+    """Train round by round; yields what is recorded of the first job."""
+    graph, first = None, running[0]
+    while steps := budget.next_round(first.place, _seconds(fabric, start)):
+        number = first.done
+        if patience is not None and number > 0 and number - 1 - max(r.best_epoch for r in running) >= patience:
             break
         for run in running:
-            run.begin(epoch)
-        if captured and graph is None and full:
+            run.begin(steps)
+        if captured and graph is None and first.full:
             graph = _capture(running, fabric.device)
             captured = graph is not None
             for run in running:
-                run.seed(epoch)  # of which capturing has used some
+                run.seed(number)  # of which capturing has used some
         if graph is not None:
-            for _ in range(full):
+            for _ in range(first.full):
+                for run in running:
+                    run.tick()
                 graph.replay()
         for run in running:
-            run.finish(skip=full if graph is not None else 0)
-            run.judge(epoch)
-        yield running[0].history[-1]
+            run.finish(skip=first.full if graph is not None else 0)
+            run.judge(number)
+        yield first.history[-1]
+
+
+def _seconds(fabric: Fabric, start: float) -> float:
+    """Since the start; all processes have the time of the first one, so that they stop together."""
+    seconds = time.monotonic() - start
+    return seconds if fabric.world_size == 1 else float(fabric.broadcast(seconds))
 
 
 def _check_sizes(jobs: Sequence[Job], fabric: Fabric) -> None:
     if len({(job.size, job.batch_size) for job in jobs}) != 1:
         raise ValueError("jobs must have one number of images and one batch size to be trained side by side")
-    if min(jobs[0].size, jobs[0].batch_size) < fabric.world_size:
+    if 0 < min(jobs[0].size, jobs[0].batch_size) < fabric.world_size:
         raise ValueError(
             f"images and batch_size must be at least one for each of the {fabric.world_size} processes, got "
             f"{jobs[0].size} images and a batch_size of {jobs[0].batch_size}"
         )
 
 
-def _settings(jobs: Sequence[Job], fabric: Fabric, patience: int | None) -> JsonObject:
+def _settings(jobs: Sequence[Job], fabric: Fabric, patience: int | None, budget: Budget) -> JsonObject:
     """All that must agree for a checkpoint to be continued; rates of learning are compared epoch by epoch."""
     described = [
         job.settings
@@ -144,18 +162,21 @@ def _settings(jobs: Sequence[Job], fabric: Fabric, patience: int | None) -> Json
             "batch_size": job.batch_size,
             "weight_decay": job.weight_decay,
             "clip": job.clip,
+            "betas": list(job.betas),
+            "scheduled": job.schedule is not None,
             "learning_rate_scale": job.learning_rate_scale,
             "data": None if job.data is None else job.data(),
             "patience": patience,
             "precision": str(fabric._precision.precision),
         }
+        | budget.settings(job.schedule is not None)
         for job in jobs
     ]
     return described[0] if len(described) == 1 else {"jobs": described}
 
 
 def _resume(
-    running: Sequence[Running], file: Checkpoint, tensors: dict[str, Tensor], meta: JsonObject, epochs: int
+    running: Sequence[Running], file: Checkpoint, tensors: dict[str, Tensor], meta: JsonObject, budget: Budget
 ) -> float:
     """Go on from a checkpoint of the same training; returns the seconds that it has taken."""
     jobs, seconds = meta.get("jobs"), meta.get("seconds")
@@ -163,19 +184,26 @@ def _resume(
     if not numbered or not isinstance(seconds, int | float) or len({len(job["history"]) for job in jobs or []}) != 1:
         raise file.damaged("its numbers are not those of a training")
     assert isinstance(jobs, list)
-    done = len(jobs[0]["history"])
-    if done > epochs:
-        raise ValueError(f"epochs must be at least {done}, which checkpoint {file.path} has done, got {epochs}")
+    done = jobs[0]["place"][0]
+    if budget.epochs is not None and done > budget.epochs:
+        raise ValueError(f"epochs must be at least {done}, which checkpoint {file.path} has done, got {budget.epochs}")
     for number, run in enumerate(running):
-        for epoch, rate in enumerate(jobs[number]["rates"]):
-            asked = rate_of(run.job.learning_rate, epoch)
-            if rate != asked:
-                raise file.other(f"its learning_rate in epoch {epoch + 1} is {rate} and not {asked}")
+        if run.job.schedule is None:
+            _check_rates(run.job, file, jobs[number])
         try:
             run.load(under(f"{number}.", tensors), jobs[number])
         except (KeyError, RuntimeError, ValueError, TypeError) as error:
             raise file.damaged(f"its tensors do not fit the module: {str(error).splitlines()[0][:200]}") from error
     return float(seconds)
+
+
+def _check_rates(job: Job, file: Checkpoint, numbers: JsonObject) -> None:
+    """The learning rate of every round that is done is still the same."""
+    for record, rate in zip(numbers["history"], numbers["rates"], strict=True):
+        epoch = int(record.get("epoch", 0))
+        asked = rate_of(job.learning_rate, epoch)
+        if rate != asked:
+            raise file.other(f"its learning_rate in epoch {epoch + 1} is {rate} and not {asked}")
 
 
 def _is_numbers(job: Any) -> bool:
@@ -188,7 +216,9 @@ def _is_numbers(job: Any) -> bool:
     )
     rates = all(isinstance(rate, int | float) for rate in job["rates"]) and len(job["rates"]) == len(job["history"])
     best = isinstance(job.get("best_score"), int | float) and isinstance(job.get("best_epoch"), int)
-    return records and rates and best and len(job["history"]) > 0
+    place = job.get("place")
+    placed = isinstance(place, list) and len(place) == 3 and all(isinstance(number, int) for number in place)
+    return records and rates and best and placed and len(job["history"]) > 0
 
 
 # CUDA graphs -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,9 @@ from torch import Tensor, nn
 
 from misconv._checks import describe
 from misconv._store import JsonObject
+from misconv._train.batches import batches_of, generator, smallest_batch
+from misconv._train.budget import Budget, Place
+from misconv._train.dropout import Dropout
 from misconv._train.loan import Loan
 from misconv._train.processes import nothing_of
 from misconv._train.session import EpochRecord
@@ -26,7 +28,7 @@ from misconv._train.session import EpochRecord
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["Job", "Rate", "Running", "generator", "rate_of", "under"]
+__all__ = ["Job", "Rate", "Running", "rate_of", "under"]
 
 Rate = float | Callable[[int], float]
 
@@ -40,17 +42,21 @@ class Job:
     Args:
         module: is trained in place, and holds the best parameters in the end; comes back on the device, in the types
             and in the mode in which it came.
-        loss: (model, indices of a batch) -> what is minimised, and the sums of `figures` numbers over the batch.
+        loss: (model, batch) -> what is minimised, and the sums of `figures` numbers over the batch. A batch is the
+            indices of its images, or what `stream` yields.
         figures: how many.
         summarise: from these sums over an epoch to what is recorded.
         evaluate: model -> a score, lower is better (-inf: take the last epoch), and what is recorded.
-        size: how many images. batch_size: how many in a step.
+        size: how many images; of a stream 0 where that is not known. batch_size: how many in a step.
         learning_rate: of Adam, a number or a function of the epoch, which counts from 0.
+        schedule: the learning rate by the share of the training that is done, in place of `learning_rate`.
         learning_rate_scale: by the beginning of a parameter's name, what its learning rate is multiplied by; 0: frozen.
-        weight_decay: of AdamW.
+        weight_decay: of AdamW. betas: of Adam.
         clip: the largest norm of a gradient.
         prepare: called once with the module on the device, before anything else.
         begin: called with the number of every epoch before it.
+        stream: (epoch, skip) -> the batches of this epoch but for the first `skip` of them, where images are not all
+            in memory. expected: about how many these are, where that is known.
         resident: whether all that `loss` reads is on the device, so that its step can be captured.
         settings: what must agree for a checkpoint to be continued, besides the module and how it is trained.
         data: a fingerprint of what is trained on, which is asked for only where it matters.
@@ -60,19 +66,23 @@ class Job:
     """
 
     module: nn.Module
-    loss: Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]]
+    loss: Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
     figures: int
     summarise: Callable[[list[float]], EpochRecord]
     evaluate: Callable[[nn.Module], tuple[float, EpochRecord]]
     size: int
     batch_size: int
     learning_rate: Rate
+    schedule: Callable[[float], float] | None = None
     seed: int = 0
     learning_rate_scale: dict[str, float] = field(default_factory=dict)
     weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
     clip: float | None = None
     prepare: Callable[[], None] | None = None
     begin: Callable[[int], None] | None = None
+    stream: Callable[[int, int], Iterator[Any]] | None = None
+    expected: int | None = None
     resident: bool = False
     settings: JsonObject = field(default_factory=dict)
     data: Callable[[], str] | None = None
@@ -87,57 +97,91 @@ class Running:
     def __init__(self, job: Job, fabric: Fabric, captured: bool) -> None:
         self.job, self.fabric = job, fabric
         self.loan: Loan | None = None
-        rate = rate_of(job.learning_rate, 0)
+        self.budget = Budget(epochs=1)
+        self.place = Place()
+        self.history: list[EpochRecord] = []
+        self.rates: list[float] = []
+        self.least = smallest_batch(job.module, fabric.world_size, job.synchronize)
+        self.length = _length(job, self.least)
+        rate = self._rate()
         # A captured step reads its learning rate from the device; so does Adam count its steps there.
         options: dict[str, Any] = {"fused": True, "capturable": True} if captured else {}
         kind = torch.optim.AdamW if job.weight_decay else torch.optim.Adam
         optimizer = kind(
             [{**group, "lr": torch.tensor(rate, device=fabric.device) if captured else rate} for group in _groups(job)],
-            weight_decay=job.weight_decay, **options,
+            betas=job.betas, weight_decay=job.weight_decay, **options,
         )  # fmt: skip
         self.model, self.optimizer = fabric.setup(job.module, optimizer)
         self.parameters = [p for p in job.module.parameters() if p.requires_grad]
-        self.history: list[EpochRecord] = []
-        self.rates: list[float] = []
         self.best_score, self.best_epoch = math.inf, -1
-        self.least = _least(job, fabric.world_size)
-        self.full = _full(job.size, job.batch_size, self.least)
-        self.order = torch.zeros(self.full, job.batch_size, dtype=torch.int64, device=fabric.device)
+        self.epoch = self.full = self.most = 0  # of the round: its epoch, its batches of full size, the most steps
+        rows = 0 if job.stream else _full(job.size, job.batch_size, self.least)
+        self.order = torch.zeros(rows, job.batch_size if rows else 0, dtype=torch.int64, device=fabric.device)
         self.cursor = torch.zeros(1, dtype=torch.int64, device=fabric.device)
         self.sums = torch.zeros(job.figures, dtype=torch.float64, device=fabric.device)
         self.batches: list[Tensor] = []
+        self.stream: Iterator[Any] | None = None
         self.dropout = Dropout(fabric.device)
 
     @property
     def done(self) -> int:
-        """Epochs."""
+        """Rounds; where the training is given in epochs, a round is one of them."""
         return len(self.history)
 
-    def begin(self, epoch: int) -> None:
-        """Shuffle, set the learning rate, let the job prepare itself."""
-        shuffled = torch.randperm(self.job.size, generator=generator(self.job.seed, epoch), device="cpu")
-        self.batches = list(_batches(shuffled, self.job.batch_size, self.least))
-        if self.full:
-            self.order.copy_(torch.stack(self.batches[: self.full]))
-        if self.job.resident:  # then data are indexed on the device, and not before they are sent there
-            self.batches = [*self.order, *(batch.to(self.fabric.device) for batch in self.batches[self.full :])]
+    def begin(self, most: int) -> None:
+        """Make the next round ready, which has at most this many steps, and ends with the epoch at the latest."""
+        self.most = most
+        self._begin_epoch()
+        if self.job.stream is None:
+            self._shuffle()
         self.cursor.zero_()
         self.sums.zero_()
-        self.rates[epoch:] = [rate_of(self.job.learning_rate, epoch)]
+        self.model.train()
+        self.seed(self.done)
+
+    def _begin_epoch(self) -> None:
+        """Set the learning rate, let the job prepare itself."""
+        self.epoch = self.place.epoch
+        self.rates[self.done :] = [self._rate()]
+        self._set_rate(self.rates[self.done])
+        if self.job.begin is not None:
+            self.job.begin(self.epoch)
+
+    def _shuffle(self) -> None:
+        shuffled = torch.randperm(self.job.size, generator=generator(self.job.seed, self.epoch), device="cpu")
+        start = self.place.position
+        self.batches = list(batches_of(shuffled, self.job.batch_size, self.least))[start : start + self.most]
+        self.full = sum(len(batch) == self.job.batch_size for batch in self.batches)
+        if self.full:
+            self.order[: self.full].copy_(torch.stack(self.batches[: self.full]))
+        if self.job.resident:  # then data are indexed on the device, and not before they are sent there
+            rest = [batch.to(self.fabric.device) for batch in self.batches[self.full :]]
+            self.batches = [*self.order[: self.full], *rest]
+
+    def _rate(self) -> float:
+        """The learning rate of the next step."""
+        if self.job.schedule is not None:
+            return self.job.schedule(self.budget.share(self.place, self.length or self.job.expected))
+        return rate_of(self.job.learning_rate, self.place.epoch)
+
+    def _set_rate(self, base: float) -> None:
         for group in self.optimizer.param_groups:
-            rate = self.rates[epoch] * group["scale"]
+            rate = base * group["scale"]
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
-        if self.job.begin is not None:
-            self.job.begin(epoch)
-        self.model.train()
-        self.seed(epoch)
 
-    def seed(self, epoch: int) -> None:
-        """Start the epoch's dropout."""
-        self.dropout.seed(self.job.seed * 1_000_003 + 500_000 + epoch)
+    def tick(self) -> None:
+        """Before every step: where the schedule is one by steps, set its learning rate; count the step."""
+        if self.job.schedule is not None:
+            self._set_rate(self._rate())
+        self.place.position += 1
+        self.place.taken += 1
+
+    def seed(self, number: int) -> None:
+        """Start the dropout of a round."""
+        self.dropout.seed(self.job.seed * 1_000_003 + 500_000 + number)
 
     def next(self) -> Tensor:
         """The indices of the next full batch, looked up on the device."""
@@ -145,9 +189,9 @@ class Running:
         self.cursor += 1
         return indices
 
-    def step(self, indices: Tensor) -> None:
+    def step(self, batch: Any) -> None:
         """One step of Adam."""
-        loss, figures = self.job.loss(self.model, indices)
+        loss, figures = self.job.loss(self.model, batch)
         self.optimizer.zero_grad()
         self.fabric.backward(loss if self.fabric.world_size == 1 else loss + nothing_of(self.parameters))
         for parameter in self.parameters:  # a batch may not need all of them, here as in one of several processes
@@ -160,34 +204,61 @@ class Running:
         self.sums += figures.detach()
 
     def finish(self, skip: int) -> None:
-        """The batches of the epoch that no graph has done."""
+        """The steps of the round that no graph has done."""
         with self.dropout.installed():
-            for indices in self.batches[skip:]:
-                self.step(indices)
+            for batch in self.batches[skip:] if self.job.stream is None else self._streamed():
+                self.tick()
+                self.step(batch)
+        if self.place.position == self.length:
+            self._next_epoch()
 
-    def judge(self, epoch: int) -> None:
+    def _streamed(self) -> Iterator[Any]:
+        """The batches of the round; it takes those of the next epoch where the stream has just ended."""
+        assert self.job.stream is not None
+        taken = 0
+        for _ in range(2):
+            if self.stream is None:
+                self.stream = self.job.stream(self.place.epoch, self.place.position)
+            for batch in self.stream:
+                yield batch
+                taken += 1
+                if taken == self.most:
+                    return
+            self._next_epoch()
+            if taken:
+                return
+            self._begin_epoch()
+        raise ValueError("images must yield at least one batch to learn from in every epoch, got none")
+
+    def _next_epoch(self) -> None:
+        self.place.epoch, self.place.position, self.stream = self.place.epoch + 1, 0, None
+
+    def judge(self, number: int) -> None:
         """Validate, and keep the parameters if they are the best so far."""
         total = self.fabric.all_reduce(self.sums, reduce_op="sum")
         assert isinstance(total, Tensor)
         sums = total.tolist()
-        self._check_finite("loss", epoch, *sums)
+        self._check_finite("loss", *sums)
         self.model.eval()
         with torch.no_grad():
             score, more = self.job.evaluate(self.model)
         if self.fabric.world_size > 1:
             score = self.fabric.broadcast(score)  # all of them stop, or none
-        self._check_finite("validation", epoch, 0.0 if score == -math.inf else score)
-        self.history.append({"epoch": float(epoch), **self.job.summarise(sums), **more})
+        self._check_finite("validation", 0.0 if score == -math.inf else score)
+        where = {"epoch": float(self.epoch)}
+        if self.budget.epochs is None:
+            where["step"] = float(self.place.taken)
+        self.history.append({**where, **self.job.summarise(sums), **more})
         if score < self.best_score or score == -math.inf:
-            self.best_score, self.best_epoch = score, epoch
+            self.best_score, self.best_epoch = score, number
             assert self.loan is not None
             self.loan.result = copy.deepcopy(self.job.module.state_dict())
 
-    def _check_finite(self, what: str, epoch: int, *values: float) -> None:
+    def _check_finite(self, what: str, *values: float) -> None:
         if not all(math.isfinite(value) for value in values):
             raise FloatingPointError(
-                f"{self.job.name} diverged in epoch {epoch + 1}: its {what} is not finite; a smaller learning_rate may "
-                "help"
+                f"{self.job.name} diverged in epoch {self.epoch + 1}: its {what} is not finite; a smaller "
+                "learning_rate may help"
             )
 
     # Saved and put back ----------------------------------------------------------------------------------------------
@@ -219,7 +290,8 @@ class Running:
     def numbers(self) -> JsonObject:
         """The rest of it."""
         best = {"best_score": self.best_score, "best_epoch": self.best_epoch}
-        return {"history": self.history, "rates": self.rates, **best}
+        place = [self.place.epoch, self.place.position, self.place.taken]
+        return {"history": self.history, "rates": self.rates, "place": place, **best}
 
     def load(self, tensors: dict[str, Tensor], numbers: JsonObject) -> None:
         """Go on from a checkpoint."""
@@ -245,6 +317,7 @@ class Running:
                     entry[name] = torch.empty_like(parameter).copy_(value)
         self.history, self.rates = numbers["history"], numbers["rates"]
         self.best_score, self.best_epoch = numbers["best_score"], numbers["best_epoch"]
+        self.place, self.stream = Place(*numbers["place"]), None
 
     def _module(self) -> dict[str, Tensor]:
         return dict(self.job.module.state_dict())
@@ -254,74 +327,19 @@ class Running:
         return {f"{index}.{name}": value for index, entry in state.items() for name, value in entry.items()}
 
 
-class Dropout:
-    """The randomness of one job: while it is installed, generators of its own stand in the place of torch's.
-
-    So a job draws the same numbers alone and beside others. Where its step is captured in a CUDA graph the graph reads
-    the generator's seed and offset at every replay.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.cpu = torch.Generator("cpu")
-        self.cuda = torch.Generator(device) if device.type == "cuda" else None
-
-    def seed(self, number: int) -> None:
-        """Start again from a seed."""
-        self.cpu.manual_seed(number % 2**63)
-        if self.cuda is not None:
-            self.cuda.manual_seed(number % 2**63)
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Whatever torch draws in here comes from these generators; torch's own do not move."""
-        cpu = torch.default_generator.get_state()
-        torch.default_generator.set_state(self.cpu.get_state())
-        try:
-            with nullcontext() if self.cuda is None else _default_generator(self.cuda):
-                yield
-        finally:
-            self.cpu.set_state(torch.default_generator.get_state())
-            torch.default_generator.set_state(cpu)
-
-
-@contextmanager
-def _default_generator(own: torch.Generator) -> Iterator[None]:
-    """Make a generator of a GPU the default one; also while a graph is captured, unlike setting its state."""
-    default = torch.cuda.default_generators[own.device.index]
-    usual = default.graphsafe_get_state()
-    default.graphsafe_set_state(own)
-    try:
-        yield
-    finally:
-        default.graphsafe_set_state(usual)
-
-
-# Batches, rates, randomness ----------------------------------------------------------------------------------------
-
-
-def generator(seed: int, purpose: int | str, device: torch.device | str = "cpu") -> torch.Generator:
-    """Randomness of one epoch, or of one purpose, that depends on nothing that happened before."""
-    number = {"split": 1, "validation": 2}[purpose] if isinstance(purpose, str) else 1000 + purpose
-    return torch.Generator(device).manual_seed((seed * 1_000_003 + number) % 2**63)
-
-
-def _least(job: Job, processes: int) -> int:
-    """The size of the smallest batch: two images, at least one for a process, and two where it normalizes its share."""
-    norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in job.module.modules())
-    return 2 * processes if norms and not job.synchronize else max(2, processes)
-
-
-def _batches(indices: Tensor, batch_size: int, least: int) -> Iterator[Tensor]:
-    """Batches; a last one of fewer images than the smallest may have joins the one before it."""
-    parts = list(indices.split(batch_size))
-    if len(parts) > 1 and len(parts[-1]) < least:
-        parts[-2:] = [torch.cat(parts[-2:])]
-    yield from parts
+# Batches and rates ------------------------------------------------------------------------------------------------
 
 
 def _full(size: int, batch_size: int, least: int) -> int:
     """How many of the batches have the full size; they come first."""
-    return sum(len(part) == batch_size for part in _batches(torch.arange(size, device="cpu"), batch_size, least))
+    return sum(len(part) == batch_size for part in batches_of(torch.arange(size, device="cpu"), batch_size, least))
+
+
+def _length(job: Job, least: int) -> int | None:
+    """Steps of an epoch, None where only the stream knows."""
+    if job.size == 0:
+        return None
+    return len(list(batches_of(torch.arange(job.size, device="cpu"), job.batch_size, least)))
 
 
 def rate_of(learning_rate: Rate, epoch: int) -> float:

@@ -18,6 +18,15 @@ __all__ = ["EpochRecord", "check_fabric", "one_device", "progress_bar"]
 
 EpochRecord = dict[str, float]
 
+# A progress bar and its figures are to fit into 80 columns.
+_NOT_SHOWN = {"epoch", "step", "nll", "mse", "validation_marginal_nll", "validation_coverage_50"}
+_SHORT = {
+    "validation_nearest_rmse": "nearest",
+    "validation_coverage_90": "in 90%",
+    "validation_": "val ",
+    "accuracy": "acc",
+}
+
 
 def one_device(device: torch.device | str | None = None) -> Fabric:
     """One process on a device, "cuda", "cuda:1" or "cpu"; on a GPU if there is one and none is named."""
@@ -66,10 +75,10 @@ def _quiet() -> Iterator[None]:
 @contextmanager
 def progress_bar(
     show: bool, title: str, total: int, done: int, *, transient: bool = False
-) -> Iterator[Callable[[EpochRecord], None]]:
-    """A progress bar with the figures of the last epoch beside it; yields what moves it on."""
+) -> Iterator[Callable[[EpochRecord, int], None]]:
+    """A progress bar with the last figures beside it; yields what moves it on, to the number that are done."""
     if not show:
-        yield lambda record: None
+        yield lambda record, done: None
         return
     try:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -79,9 +88,10 @@ def progress_bar(
     with Progress(*columns, TextColumn("{task.fields[figures]}"), transient=transient) as progress:
         task = progress.add_task(title, total=total, completed=done, figures="")
 
-        def advance(record: EpochRecord) -> None:
-            figures = "  ".join(f"{name} {value:.3g}" for name, value in record.items() if name != "epoch")
-            figures = figures.replace("validation_", "val ").replace("accuracy", "acc")  # to fit into 80 columns
-            progress.update(task, advance=1, figures=figures)
+        def advance(record: EpochRecord, done: int) -> None:
+            figures = "  ".join(f"{name} {value:.3g}" for name, value in record.items() if name not in _NOT_SHOWN)
+            for long, short in _SHORT.items():
+                figures = figures.replace(long, short)
+            progress.update(task, completed=done, figures=figures)
 
         yield advance

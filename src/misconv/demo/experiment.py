@@ -265,7 +265,7 @@ def _densities(settings: Settings) -> dict[str, Callable[[Tensor, Tensor, bool],
             )
         fit_density(
             density, x, observed, epochs=settings.dmfa_epochs, batch_size=settings.dmfa_batch_size, seed=seed,
-            learning_rate=cosine_schedule(settings.dmfa_learning_rate, settings.dmfa_epochs),
+            learning_rate=cosine_schedule(settings.dmfa_learning_rate, settings.dmfa_epochs), shape=square,
             fabric=_fabric(), progress=progress,
         )  # fmt: skip
         return density.eval()

@@ -34,6 +34,7 @@ class DensitySettings:
     The others are of the training of a network:
         learning_rates: the first while the squared error is added, the last one after that.
         cosine: whether the first learning rate falls along a cosine instead.
+        objective: of `misconv.fit_density`; the paper's is "joint".
         mse_epochs: how many first epochs add the squared error.
         clip: the largest norm of a gradient.
         shapes: of the regions that are hidden, "square" or "several".
@@ -49,6 +50,7 @@ class DensitySettings:
     batch_size: int = 64
     learning_rates: tuple[float, ...] = (1e-3,)
     cosine: bool = False
+    objective: str = "joint"
     mse_epochs: int = 0
     clip: float | None = 5.0
     shapes: str = "square"
@@ -58,8 +60,8 @@ def job_of(density: nn.Module, settings: DensitySettings, data: IncompleteImages
     """The training of a density network on incomplete images, for `misconv._train.train`."""
     return density_job(
         density, data.images, data.observed, fabric, batch_size=settings.batch_size,
-        learning_rate=learning_rate_of(settings), mse_epochs=settings.mse_epochs, clip=settings.clip,
-        shape=several if settings.shapes == "several" else missing.square,
+        learning_rate=learning_rate_of(settings), objective=settings.objective, mse_epochs=settings.mse_epochs,
+        clip=settings.clip, shape=several if settings.shapes == "several" else missing.square,
     )  # fmt: skip
 
 
@@ -68,11 +70,17 @@ def make_density(settings: DensitySettings, shape: tuple[int, int, int]) -> nn.M
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if settings.kind == "SMFA":
-            return SMFA(settings.components, settings.rank)
+            return SMFA(settings.components, settings.rank, prior=0.0, bounds=None)
         if settings.kind == "LinearDMFA":
-            return LinearDMFA(shape, settings.components, settings.rank)
+            return LinearDMFA(shape, settings.components, settings.rank, bounds=None)
         network = ConvDMFA(
-            shape[0], settings.components, settings.rank, settings.widths, settings.depths, skips=settings.skips
+            shape[0],
+            settings.components,
+            settings.rank,
+            settings.widths,
+            settings.depths,
+            skips=settings.skips,
+            bounds=None,
         )
         return network.to(memory_format=torch.channels_last)
 

@@ -1,0 +1,137 @@
+"""Incomplete images in every form in which callers hold them, in batches; and more of them hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, groupby, islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from misconv._checks import check_images, check_observed, check_seen_finite, describe, read_images
+from misconv.missing import hide, like
+
+__all__ = ["batches", "hide_more"]
+
+# From so many images the regions are taken, before the first batch is assessed.
+_LOOK_AHEAD = 256
+
+Batch = tuple[Tensor, Tensor]  # x, 0 where not observed, and observed
+
+
+def batches(images: Any, observed: Any, batch_size: int, limit: int | None) -> Iterator[Batch]:
+    """Batches (x, observed) of images of one size, at most `limit` images in all; the arguments of `assess`."""
+    rows = islice(_rows(images, observed, batch_size), limit)
+    for _, group in groupby(rows, key=lambda row: [(t.shape, t.dtype, t.device) for t in row]):
+        while chunk := list(islice(group, batch_size)):
+            x, seen = zip(*chunk, strict=True)
+            yield torch.cat(x), torch.cat(seen)
+
+
+def hide_more(
+    stream: Iterator[Batch], shape: Callable[..., Tensor] | None, fraction: float, seed: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Batches with what stays observed as a third, without images of which nothing is hidden, or nothing would stay."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    if shape is None:
+        ahead, count = [], 0
+        for batch in stream:
+            ahead.append(batch)
+            count += len(batch[0])
+            if count >= _LOOK_AHEAD:
+                break
+        stream, shape = chain(ahead, stream), _regions(ahead)
+    for x, observed in stream:
+        less = hide(observed, shape, fraction=fraction, generator=generator)
+        rows = (less.flatten(1).any(1) & (observed & ~less).flatten(1).any(1)).nonzero().squeeze(1)
+        if len(rows):
+            yield x[rows], observed[rows], less[rows]
+
+
+def _regions(ahead: list[Batch]) -> Callable[..., Tensor]:
+    """Regions like those that are missing in the first images."""
+    sizes = {tuple(x.shape[2:]) for x, _ in ahead}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"images must have one size where shape is None, for regions are then drawn like those that are missing; "
+            f"got {' and '.join(str(size) for size in sorted(sizes))}: pass shape=misconv.missing.square, for example"
+        )
+    planes = {observed.shape[1] for _, observed in ahead}
+    found = [observed if len(planes) == 1 else observed.expand(x.shape) for x, observed in ahead]
+    if not found:
+        raise ValueError("images must hold at least one image, got none")
+    return like(torch.cat(found))
+
+
+def _rows(images: Any, observed: Any, batch_size: int) -> Iterator[Batch]:
+    """One image at a time, (1, C, H, W) and its `observed`."""
+    for item in _items(images, observed, batch_size):
+        x, seen = _read(item)
+        yield from zip(x.split(1), seen.split(1), strict=True)
+
+
+def _items(images: Any, observed: Any, batch_size: int) -> Iterable[Any]:
+    if isinstance(images, (Tensor, np.ndarray)):
+        if images.ndim != 4 or 0 in images.shape:
+            raise ValueError(f"images must have shape (N, C, H, W) with no empty dimension, got {describe(images)}")
+        return _pieces(images, observed, batch_size)
+    if observed is not None:
+        raise TypeError(
+            "observed must be None where images is not one tensor; let it give (x, observed) or "
+            '{"image": x, "observed": observed}'
+        )
+    if isinstance(images, Dataset) and not isinstance(images, IterableDataset) and hasattr(images, "__len__"):
+        return (images[number] for number in range(len(images)))
+    if not isinstance(images, Iterable):
+        raise TypeError(
+            "images must be a tensor (N, C, H, W), or a Dataset, DataLoader or iterable of x with NaN, (x, observed) "
+            f'or {{"image": x, "observed": observed}}, got {describe(images)}'
+        )
+    return images
+
+
+def _pieces(images: Tensor | np.ndarray[Any, Any], observed: Any, size: int) -> Iterator[Any]:
+    """Parts of a tensor and its `observed`, so that not all of it is converted at once."""
+    if observed is not None and isinstance(images, Tensor):
+        observed = check_observed("observed", _as_tensor(observed), images, check=True)
+    for start in range(0, len(images), size):
+        part = slice(start, start + size)
+        yield images[part], None if observed is None else observed[part]
+
+
+def _read(item: Any) -> Batch:
+    """One item of a data set or a loader as a batch; a single image becomes a batch of one."""
+    x, observed = _parts(item)
+    if not isinstance(x, (Tensor, np.ndarray)):
+        raise TypeError(f"images must hold tensors of images, got {describe(x)}")
+    x, absent = read_images(x)
+    observed = _as_tensor(observed)
+    if x.dim() == 3:
+        x, absent = x.unsqueeze(0), None if absent is None else absent.unsqueeze(0)
+        observed = observed.unsqueeze(0) if isinstance(observed, Tensor) and observed.dim() == 3 else observed
+    if x.dtype == torch.uint8:
+        x = x.to(torch.get_default_dtype()) / 255
+    check_images("images", x)
+    seen = ~x.isnan() if observed is None else check_observed("observed", observed, x, check=True)
+    seen = seen if absent is None else seen & ~absent
+    check_seen_finite("images", x, seen, check=True)
+    return x.detach().where(seen, 0), seen
+
+
+def _parts(item: Any) -> tuple[Any, Any]:
+    if isinstance(item, Mapping):
+        if "image" not in item:
+            raise ValueError(f'images must hold "image" in every dictionary, got {describe(dict(item))}')
+        return item["image"], item.get("observed")
+    if isinstance(item, (tuple, list)):
+        if not 1 <= len(item) <= 2:
+            raise ValueError(f"images must hold x with NaN or (x, observed), got {describe(item)}")
+        return item[0], item[1] if len(item) == 2 else None
+    return item, None
+
+
+def _as_tensor(observed: Any) -> Any:
+    return torch.tensor(observed, device="cpu") if isinstance(observed, np.ndarray) else observed

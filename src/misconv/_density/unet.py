@@ -1,0 +1,164 @@
+"""The density to use: a light U-Net that starts from a smooth fill of the holes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from misconv._backend import is_eager
+from misconv._checks import check_size, describe
+from misconv._density.bounds import Bounds
+from misconv._density.network import DensityNetwork, check_sizes
+from misconv._math import push_pull
+from misconv.mfa import MFA
+
+__all__ = ["UNetDMFA"]
+
+
+class UNetDMFA(DensityNetwork):
+    """A light density network for images of any size, which starts from a smooth fill of the holes.
+
+    The holes are filled by averages of what is around them (`misconv.impute.push_pull`). Blocks of `patch` × `patch`
+    pixels become channels, a U-Net without normalization goes through them, and one 1×1 convolution gives for every
+    pixel what the mean adds to the fill, the noise and the factors. Before training the mean *is* the fill.
+
+    Args:
+        channels: C. components: K. rank: L.
+        widths: channels of the U-Net at every size, each half of the one before.
+        depths: how many convolutions at every size, on the way down and again on the way up.
+        patch: the side of the blocks; 1 or 2 for details, 4 for speed.
+        noise_floor: the least noise variance, as a share of the images' variance.
+        bounds: where means lie, (lowest, highest); "data": the range that `calibrate` saw; None for no bounds.
+
+    Example:
+        >>> density = UNetDMFA(channels=3, components=2, rank=4)
+        >>> density(torch.rand(2, 3, 30, 21), torch.rand(2, 1, 30, 21) > 0.25)
+        MFA(2 images of 3×30×21, 2 components of rank 4)
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        components: int = 1,
+        rank: int = 4,
+        widths: tuple[int, ...] = (32, 48, 64, 96, 96),
+        depths: tuple[int, ...] = (1, 1, 2, 2, 2),
+        patch: int = 2,
+        noise_floor: float = 1e-3,
+        bounds: Bounds = "data",
+    ) -> None:
+        super().__init__(channels, components, rank, noise_floor, bounds)
+        check_sizes("widths", widths)
+        check_sizes("depths", depths)
+        if len(depths) != len(widths):
+            raise ValueError(f"depths must be one for each of the {len(widths)} widths, got {describe(depths)}")
+        self.widths, self.depths = tuple(map(int, widths)), tuple(map(int, depths))
+        self.patch = check_size("patch", patch)
+        first, last = self.widths[0], self.widths[-1]
+        self.enter = nn.Conv2d(2 * channels * patch**2, first, 3, padding=1)
+        self.down = nn.ModuleList(_blocks(w, n) for w, n in zip(self.widths, self.depths, strict=True))
+        pairs = list(zip(self.widths, self.widths[1:], strict=False))
+        self.shrink = nn.ModuleList(nn.Conv2d(a, b, 3, stride=2, padding=1) for a, b in pairs)
+        self.grow = nn.ModuleList(nn.Conv2d(b, a, 1) for a, b in pairs)
+        self.up = nn.ModuleList(_blocks(w, n) for w, n in zip(self.widths[:-1], self.depths[:-1], strict=True))
+        self.head = nn.Conv2d(first, components * (2 + rank) * channels * patch**2, 1)
+        self.logits = nn.Linear(last, components) if components > 1 else None  # one needs no weight
+        self._initialize()
+
+    def _initialize(self) -> None:
+        """Start with the fill as mean, with components of different noise, and with short factors."""
+        assert self.head.bias is not None
+        with torch.no_grad():
+            self.head.bias.zero_()
+            for weight, size in zip(self._split(self.head.weight, 0), (0.0, 0.1, 0.3), strict=True):
+                weight.mul_(size)
+            _, noise, _ = self._split(self.head.bias, 0)
+            for number, bias in enumerate(noise.chunk(self.components)):
+                bias.fill_(-2.0 - 1.5 * number)
+
+    def _split(self, outputs: Tensor, dim: int) -> list[Tensor]:
+        """Means, noise and factors among the outputs of the head."""
+        size = outputs.shape[dim] // (2 + self.rank)
+        return list(outputs.split([size, size, self.rank * size], dim))
+
+    def config(self) -> dict[str, Any]:
+        """The arguments that make another one like this."""
+        sizes = {"widths": list(self.widths), "depths": list(self.depths), "patch": self.patch}
+        return {"channels": self.channels, **sizes, **self._settings()}
+
+    def forward(self, x: Tensor, observed: Tensor) -> MFA:
+        """The MFA of every image given its observed pixels."""
+        inside, x, observed = self._input(x, observed)
+        # A look at the values would make a GPU wait, and cannot be traced. What learns has a gradient for any batch.
+        learns = torch.is_grad_enabled() and self.head.weight.requires_grad
+        if x.device.type == "cpu" and not learns and is_eager(x, observed):
+            incomplete = ~observed.flatten(1).all(1)
+            if not incomplete.all():
+                return self._some(inside, x, observed, incomplete)
+        return self._all(inside, x, observed)
+
+    def _some(self, inside: Tensor, x: Tensor, observed: Tensor, incomplete: Tensor) -> MFA:
+        """Complete images cost nothing: the network sees the others alone."""
+        size = (self.components, *x.shape[1:])
+        logits, noise = x.new_zeros(len(x), self.components), x.new_zeros(len(x), *size)
+        factors = x.new_zeros(len(x), self.components, self.rank, *x.shape[1:])
+        means = x.unsqueeze(1).expand(-1, self.components, -1, -1, -1)
+        if incomplete.any():
+            rows = incomplete.nonzero().flatten()
+            p = self._all(inside[rows], x[rows], observed[rows])
+            logits, means, factors, noise = (
+                whole.index_copy(0, rows, part)
+                for whole, part in zip(
+                    (logits, means, factors, noise), (p.logits, p.means, p.factors, p.noise), strict=True
+                )
+            )
+        return MFA(logits, means, factors, noise, observed, check=False)
+
+    def _all(self, inside: Tensor, x: Tensor, observed: Tensor) -> MFA:
+        height, width = x.shape[2:]
+        values, seen = inside.chunk(2, 1)
+        filled = push_pull(values, seen > 0)
+        inside = F.pad(torch.cat([filled, seen], 1), (0, -width % self.patch, 0, -height % self.patch))
+        features, bottom = self._through(F.pixel_unshuffle(inside, self.patch))
+        outputs = F.pixel_shuffle(self.head(features), self.patch)
+        outputs = outputs[..., :height, :width]
+        means, noise, factors = self._split(outputs, 1)
+        means = filled.repeat(1, self.components, 1, 1) + means
+        return self._output(x, observed, self._weigh(bottom.mean((2, 3))), means, factors, noise)
+
+    def _through(self, inside: Tensor) -> tuple[Tensor, Tensor]:
+        """Features of every block of pixels, and those of the smallest size."""
+        features = self.enter(inside)
+        passed = []
+        for level, block in enumerate(self.down):
+            features = block(features)
+            if level < len(self.shrink):
+                passed.append(features)
+                features = self.shrink[level](F.relu(features))
+        bottom = features
+        for level in reversed(range(len(self.up))):
+            coarse = self.grow[level](F.relu(features))
+            skip = passed[level]
+            coarse = F.interpolate(coarse, scale_factor=2, mode="nearest")[..., : skip.shape[-2], : skip.shape[-1]]
+            features = self.up[level](skip + coarse)
+        return F.relu(features), F.relu(bottom)
+
+
+def _blocks(width: int, count: int) -> nn.Sequential:
+    return nn.Sequential(*(Block(width) for _ in range(count)))
+
+
+class Block(nn.Module):
+    """A convolution whose result is added to what comes in."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, width, H, W) both."""
+        added: Tensor = self.conv(F.relu(x))
+        return x + added

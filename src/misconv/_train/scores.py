@@ -1,0 +1,101 @@
+"""How well an MFA predicts pixels that were hidden: sums over some images, from which figures are made."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from misconv._math import nearest_seen, normal_cdf
+from misconv._train.session import EpochRecord
+from misconv.mfa import MFA
+
+__all__ = ["OBJECTIVES", "doubts", "figures", "fit_sums", "nearest_error", "objective_of", "validation_sums"]
+
+# What a density learns from: the likelihood of all that was hidden of an image, the paper's; that of each pixel by
+# itself; or both, the default, without which factors are far too long (docs/maths.md).
+OBJECTIVES = ("joint+marginal", "joint", "marginal")
+
+_MOST_OFF = 0.1  # how far coverages may be off before a user is told
+
+
+def fit_sums(p: MFA, x: Tensor, target: Tensor, objective: str) -> Tensor:
+    """Sums over some images of what is minimised, −log p and squared error of `target`; and how many pixels it has."""
+    error = (p.mean - x).where(target, 0).square().sum()
+    # In float64: a sum over many pixels.
+    nll = -p.log_prob(x, target).sum(dtype=torch.float64)
+    total = torch.zeros_like(nll)
+    if "joint" in objective:
+        total = total + nll
+    if "marginal" in objective:
+        total = total - p.marginal_log_prob(x, target).sum(dtype=torch.float64)
+    return torch.stack([total, nll, error.double(), target.sum().double()])
+
+
+def validation_sums(p: MFA, x: Tensor, target: Tensor) -> Tensor:
+    """Sums of −log p, jointly and pixel by pixel, squared error, pixels inside 50 % and 90 % intervals, and pixels."""
+    joint, marginal = (-method(x, target).sum(dtype=torch.float64) for method in (p.log_prob, p.marginal_log_prob))
+    error = (p.mean - x).where(target, 0).square().sum(dtype=torch.float64)
+    off = (_rank(p, x) - 0.5).abs()  # from the median
+    inside = [((off < share / 2) & target).sum().double() for share in (0.5, 0.9)]
+    return torch.stack([joint, marginal, error, *inside, target.sum().double()])
+
+
+def _rank(p: MFA, x: Tensor) -> Tensor:
+    """The probability that each pixel is below its value x, (B, C, H, W)."""
+    factors, noise = p.factors.float(), p.noise.float()
+    deviation = (noise + factors.square().sum(2)).clamp_min(1e-30).sqrt()  # (B, K, C, H, W)
+    below = normal_cdf((x.unsqueeze(1).float() - p.means.float()) / deviation)
+    weights = p.weights.float()[:, :, None, None, None]
+    return (weights * below).sum(1)
+
+
+def nearest_error(x: Tensor, shown: Tensor, target: Tensor) -> Tensor:
+    """The sum of squared errors of `target` where every pixel is filled with the nearest one that is shown.
+
+    Where nothing of a channel is shown, it is filled with the mean of that channel in the other images.
+    """
+    shown = shown.expand(x.shape)
+    x = x.where(shown | target, 0)
+    distance, place = nearest_seen(shown)
+    flat = place.flatten(2).clamp(0, x.shape[2] * x.shape[3] - 1)  # (B, C, H·W)
+    nearest = x.flatten(2).gather(2, flat).view(x.shape)
+    mean = x.where(shown, 0).sum((0, 2, 3)) / shown.sum((0, 2, 3)).clamp_min(1)  # (C,)
+    filled = torch.where(distance.isfinite(), nearest, mean.view(-1, 1, 1))
+    return (filled - x).where(target, 0).square().sum(dtype=torch.float64)
+
+
+def figures(sums: list[float], nearest: float) -> EpochRecord:
+    """What is recorded of validation: from the sums of `validation_sums`, and that of `nearest_error`."""
+    joint, marginal, error, half, most, pixels = sums
+    pixels = max(pixels, 1)
+    found = {
+        "nll": joint / pixels,
+        "marginal_nll": marginal / pixels,
+        "rmse": math.sqrt(error / pixels),
+        "nearest_rmse": math.sqrt(nearest / pixels),
+        "coverage_50": half / pixels,
+        "coverage_90": most / pixels,
+    }
+    return {f"validation_{name}": value for name, value in found.items()}
+
+
+def objective_of(record: EpochRecord, objective: str) -> float:
+    """What is minimised, on validation images."""
+    parts = {"joint": "validation_nll", "marginal": "validation_marginal_nll"}
+    return sum(record[parts[part]] for part in objective.split("+"))
+
+
+def doubts(record: EpochRecord) -> str | None:
+    """Why the density that a record is of should not be relied on, in one sentence; None where there is no reason."""
+    rmse, nearest, half, most = (
+        record[f"validation_{name}"] for name in ("rmse", "nearest_rmse", "coverage_50", "coverage_90")
+    )
+    if rmse <= nearest and max(abs(half - 0.5), abs(most - 0.9)) <= _MOST_OFF:
+        return None
+    return (
+        f"the density is not reliable yet: on validation images its mean has an RMSE of {rmse:.3g}, nearest-pixel fill "
+        f"one of {nearest:.3g}, and {half:.0%} and {most:.0%} of hidden pixels lie inside its 50% and 90% intervals; "
+        "more steps, more images or another network may help"
+    )
