@@ -73,6 +73,7 @@ def test_what_is_where_is_said_in_one_sentence() -> None:
         misconv.MisConv2d(3, 4, 3).cuda()(p)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; tests/test_cli.py runs it without one")
 @pytest.mark.parametrize("command", [["demo", "--quick", "--out", "report"]], ids=["demo"])
 def test_the_first_command_of_a_newcomer(command: list[str], tmp_path: Path) -> None:
     """Nothing but its own words: no traceback, no advice of a library."""

@@ -290,7 +290,8 @@ class SMFA(nn.Module):
 
     def _believed(self, images: float) -> float:
         """How many images the prior counts for: less with every real one."""
-        return min(self.prior * self.components * (self.rank + 1) ** 2 / images, images)
+        believed = self.prior * self.components * (2 * self.rank + 2) ** 2 / images
+        return min(believed, images / self.components)
 
     def _bound_by(self, units: Units) -> None:
         """Take the range of the data for bounds, if so wished."""
