@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import misconv
 from misconv import MFA, SMFA, assess, impute, missing
-from misconv._assess.scores import coverage_level, crps
+from misconv._assess.scores import crps
+from misconv._math import coverage_level
 from misconv.assess import Assessment
 from tests.reference import dense_log_prob, random_mfa
 
@@ -236,7 +237,7 @@ def test_channels_that_are_missing_whole_have_a_row() -> None:
 
 
 class Pictures(Dataset[Any]):
-    """A data set with a length, which gives single images in one of three forms."""
+    """A data set with a length, which gives single images in one of several forms."""
 
     def __init__(self, x: Tensor, observed: Tensor, form: str) -> None:
         self.x, self.observed, self.form = x, observed, form
@@ -249,15 +250,19 @@ class Pictures(Dataset[Any]):
             raise AssertionError("there is no such image")
         x, observed = self.x[number], self.observed[number]
         coded = x.masked_fill(~observed, math.nan)
-        return {"nan": coded, "pair": (x, observed), "dict": {"image": x, "observed": observed}}[self.form]
+        pairs = {"pair": (x, observed), "labelled": (coded, number % 3), "three": (x, observed, number)}
+        return {"nan": coded, **pairs, "dict": {"image": x, "observed": observed}}[self.form]
 
 
 FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "data set of NaN": lambda x, observed: Pictures(x, observed, "nan"),
     "data set of pairs": lambda x, observed: Pictures(x, observed, "pair"),
+    "data set with labels": lambda x, observed: Pictures(x, observed, "labelled"),
+    "data set of three": lambda x, observed: Pictures(x, observed, "three"),
     "data set of dictionaries": lambda x, observed: Pictures(x, observed, "dict"),
     "loader of NaN": lambda x, observed: DataLoader(Pictures(x, observed, "nan"), batch_size=7),
     "loader of pairs": lambda x, observed: DataLoader(TensorDataset(x, observed), batch_size=7),
+    "loader with labels": lambda x, observed: DataLoader(Pictures(x, observed, "labelled"), batch_size=7),
     "loader of dictionaries": lambda x, observed: DataLoader(Pictures(x, observed, "dict"), batch_size=100),
     "generator": lambda x, observed: (pair for pair in zip(x.split(9), observed.split(9), strict=True)),
     "array": lambda x, observed: x.masked_fill(~observed, math.nan).cpu().numpy(),
@@ -389,12 +394,12 @@ def test_bad_arguments() -> None:
         assess(truth, [x], observed)
     with pytest.raises(TypeError, match=r"images must be a tensor \(N, C, H, W\), or a Dataset, .* got 3 \(int\)"):
         assess(truth, 3)
-    with pytest.raises(TypeError, match="images must hold tensors of images, got 'a' "):
+    with pytest.raises(TypeError, match="images must yield NaN-coded images, .* as tensors or arrays, got 'a' "):
         assess(truth, "a path")
-    with pytest.raises(ValueError, match='images must hold "image" in every dictionary'):
+    with pytest.raises(ValueError, match='images must yield dictionaries with the key "image", got the keys'):
         assess(truth, [{"x": x}])
-    with pytest.raises(ValueError, match=r"images must hold x with NaN or \(x, observed\), got a tuple of 3"):
-        assess(truth, [(x, observed, x)])
+    with pytest.raises(ValueError, match=r"images must yield NaN-coded images, .* got an empty tuple"):
+        assess(truth, [()])
     with pytest.raises(ValueError, match="images must hold at least one image, got none"):
         assess(truth, [])
     with pytest.raises(ValueError, match="images must have seen pixels that can be hidden while others stay, got none"):

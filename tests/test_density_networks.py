@@ -162,18 +162,19 @@ def test_a_single_size() -> None:
     assert density(torch.rand(2, 1, 6, 6), torch.rand(2, 1, 6, 6) < 0.5).shape == (2, 1, 6, 6)
 
 
-def test_it_sees_farther_than_the_largest_hole() -> None:
-    """What is seen at one side of a hole of half the image changes what is said at its far end."""
-    density = UNetDMFA(1, rank=0)
-    x = torch.zeros(1, 1, 96, 96, requires_grad=True)
-    observed = torch.ones(1, 1, 96, 96, dtype=torch.bool)
-    observed[..., 24:72, 24:72] = False
+@pytest.mark.parametrize(("patch", "width"), [(1, 199), (2, 398), (4, 796)])
+def test_the_receptive_field(patch: int, width: int) -> None:
+    """Of the network, without the fill, in pixels: more than the largest hole in images of twice its width."""
+    density = UNetDMFA(1, rank=0, patch=patch)
     with torch.no_grad():
-        density.head.weight.normal_()
-    density(x, observed).mean[0, 0, 70, 70].backward()
+        for parameter in density.parameters():
+            parameter.abs_().add_(1e-3)  # so that no path is cut by a ReLU
+    x = torch.zeros(1, 2 * patch**2, 256, 256, requires_grad=True)
+    features, _ = density._through(x)
+    features[0, :, 128, 128].sum().backward()
     assert x.grad is not None
-    assert x.grad[0, 0, :24].abs().max() > 0
-    assert x.grad[0, 0, :, :24].abs().max() > 0
+    seen = x.grad.abs().sum((0, 1)).nonzero()
+    assert ((seen.max(0).values - seen.min(0).values + 1) * patch).tolist() == [width, width]
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e20])

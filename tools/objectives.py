@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from misconv import MFA, ConvDMFA, UNetDMFA, fit_density, missing
-from misconv._assess import coverage_level
+from misconv._math import coverage_level
 from misconv._store import commit, device_name, versions
 from misconv.functional import expected_conv2d
 

@@ -283,7 +283,8 @@ class SMFA(nn.Module):
         self._allocate(tuple(images.shape[1:]), images.dtype, images.device)
         found = {name: tensors[f"em.{name}"].to(self.means.device) for name in names}
         counts = {name: float(found[name]) for name in ("seen", "images")}
-        self._units = Units(**{f.name: found[f.name] for f in fields(Units)} | counts)  # type: ignore[arg-type]
+        units: dict[str, Any] = {f.name: found[f.name] for f in fields(Units)} | counts
+        self._units = Units(**units)
         self._bound_by(self._units)
         self.history, self.floor = list(history), floor
         self._keep(Parameters(**{f.name: found[f.name] for f in fields(Parameters)}))

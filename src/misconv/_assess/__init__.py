@@ -2,6 +2,6 @@
 
 from misconv._assess.images import batches, hide_more
 from misconv._assess.picture import draw
-from misconv._assess.scores import LEVELS, Reliability, Scores, coverage_level
+from misconv._assess.scores import LEVELS, Reliability, Scores
 
-__all__ = ["LEVELS", "Reliability", "Scores", "batches", "coverage_level", "draw", "hide_more"]
+__all__ = ["LEVELS", "Reliability", "Scores", "batches", "draw", "hide_more"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, groupby, islice
 from typing import Any
 
@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from misconv._checks import check_images, check_observed, check_seen_finite, describe, read_images
+from misconv._checks import (
+    IMAGE_FORMS,
+    check_images,
+    check_observed,
+    check_seen_finite,
+    describe,
+    read_images,
+    unpack_images,
+)
 from misconv.missing import hide, like
 
 __all__ = ["batches", "hide_more"]
@@ -104,9 +112,9 @@ def _pieces(images: Tensor | np.ndarray[Any, Any], observed: Any, size: int) -> 
 
 def _read(item: Any) -> Batch:
     """One item of a data set or a loader as a batch; a single image becomes a batch of one."""
-    x, observed = _parts(item)
+    x, observed = unpack_images(item)
     if not isinstance(x, (Tensor, np.ndarray)):
-        raise TypeError(f"images must hold tensors of images, got {describe(x)}")
+        raise TypeError(f"images must yield {IMAGE_FORMS}, as tensors or arrays, got {describe(x)}")
     x, absent = read_images(x)
     observed = _as_tensor(observed)
     if x.dim() == 3:
@@ -119,18 +127,6 @@ def _read(item: Any) -> Batch:
     seen = seen if absent is None else seen & ~absent
     check_seen_finite("images", x, seen, check=True)
     return x.detach().where(seen, 0), seen
-
-
-def _parts(item: Any) -> tuple[Any, Any]:
-    if isinstance(item, Mapping):
-        if "image" not in item:
-            raise ValueError(f'images must hold "image" in every dictionary, got {describe(dict(item))}')
-        return item["image"], item.get("observed")
-    if isinstance(item, (tuple, list)):
-        if not 1 <= len(item) <= 2:
-            raise ValueError(f"images must hold x with NaN or (x, observed), got {describe(item)}")
-        return item[0], item[1] if len(item) == 2 else None
-    return item, None
 
 
 def _as_tensor(observed: Any) -> Any:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from misconv._math import nearest_fill, normal_cdf, normal_pdf, push_pull, wide_type
+from misconv._math import coverage_level, nearest_fill, normal_pdf, push_pull, wide_type
 from misconv.mfa import MFA
 
-__all__ = ["LEVELS", "Reliability", "Scores", "coverage_level", "crps"]
+__all__ = ["LEVELS", "Reliability", "Scores", "crps"]
 
 # Nominal shares of central intervals.
 LEVELS = tuple(level / 100 for level in range(5, 100, 5))
@@ -41,17 +41,6 @@ class Reliability:
     deviation: float
     coverage_50: float
     coverage_90: float
-
-
-def coverage_level(weights: Tensor, means: Tensor, variances: Tensor, y: Tensor) -> Tensor:
-    """The share of the smallest central interval that holds y, ``|2 F(y) − 1|`` with F the CDF of the mixture.
-
-    Args:
-        weights, means, variances: (P, K). y: (P,).
-    """
-    deviation = variances.clamp_min(torch.finfo(variances.dtype).tiny).sqrt()
-    cdf = (weights * normal_cdf((y.unsqueeze(1) - means) / deviation)).sum(1)
-    return (2 * cdf - 1).abs()
 
 
 def crps(weights: Tensor, means: Tensor, variances: Tensor, y: Tensor) -> Tensor:

@@ -1,6 +1,13 @@
 """Checks and conversions of arguments; every message names the argument."""
 
-from misconv._checks.conversions import INTEGERS, as_rows, generator_device, read_images
+from misconv._checks.conversions import (
+    IMAGE_FORMS,
+    INTEGERS,
+    as_rows,
+    generator_device,
+    read_images,
+    unpack_images,
+)
 from misconv._checks.tensors import (
     check_dense,
     check_fraction,
@@ -19,6 +26,7 @@ from misconv._checks.tensors import (
 )
 
 __all__ = [
+    "IMAGE_FORMS",
     "INTEGERS",
     "as_rows",
     "check_dense",
@@ -37,4 +45,5 @@ __all__ = [
     "generator_device",
     "read_images",
     "readable",
+    "unpack_images",
 ]

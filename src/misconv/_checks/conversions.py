@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -10,12 +12,13 @@ from torch import Tensor
 
 from misconv._checks.tensors import describe, readable
 
-__all__ = ["INTEGERS", "as_rows", "generator_device", "read_images"]
+__all__ = ["IMAGE_FORMS", "INTEGERS", "as_rows", "generator_device", "read_images", "unpack_images"]
 
 # Whose values int64 holds.
 INTEGERS = (
     torch.uint8, torch.uint16, torch.uint32, torch.int8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
+IMAGE_FORMS = 'NaN-coded images, pairs (x, observed) or dictionaries {"image": …, "observed": …}'
 _MODES = ("L", "I", "F", "RGB", "I;16", "I;16L", "I;16B", "I;16N")
 
 
@@ -61,6 +64,34 @@ def generator_device(generator: torch.Generator | None, otherwise: torch.device)
     if not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator or None, got {describe(generator)}")
     return generator.device
+
+
+def unpack_images(item: object) -> tuple[Any, Any]:
+    """Images and, or None, what is observed of them, from what a Dataset or a DataLoader gives.
+
+    That is images alone, (images, observed, …), (images, labels, …), or a dictionary with "image" and maybe "observed".
+
+    Example:
+        >>> unpack_images(("x", torch.tensor([3, 1])))
+        ('x', None)
+    """
+    if isinstance(item, Mapping):
+        if "image" not in item:
+            raise ValueError(f'images must yield dictionaries with the key "image", got the keys {describe([*item])}')
+        return item["image"], item.get("observed")
+    if not isinstance(item, (tuple, list)):
+        return item, None
+    if not item:
+        raise ValueError(f"images must yield {IMAGE_FORMS}, got an empty {type(item).__name__}")
+    images, second = (*item, None)[:2]
+    return images, None if _is_label(second) else second
+
+
+def _is_label(value: object) -> bool:
+    """The number of a class, or one for each image."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return value.ndim <= 1 and str(value.dtype).removeprefix("torch.").startswith(("int", "uint"))
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def as_rows(index: object, count: int, device: torch.device) -> slice | Tensor:

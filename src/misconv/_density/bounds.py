@@ -67,8 +67,8 @@ def clip(p: MFA, low: Tensor, high: Tensor) -> MFA:
     """Cut off what of an MFA lies beyond the bounds (C, 1, 1): means, and variances as in `bound`."""
     span = high - low
     share = ((p.means - low) / span).clamp(1e-3, 1 - 1e-3)
-    most = span.square() * share * (1 - share)
-    kept = (most / (p.noise + p.factors.square().sum(2))).clamp_max(1).nan_to_num(1.0)
+    # In units of the range, whose square may be more than the type can hold. Without variance it is infinite, and 1.
+    kept = (share * (1 - share) / (p.noise / span / span + (p.factors / span).square().sum(2))).clamp_max(1)
     means = low + span * share
     if p.observed is not None:
         means = torch.where(p.observed.unsqueeze(1), p.means, means)

@@ -75,10 +75,6 @@ class Prior:
     share: float  # how many such images there are, as a share of those that EM is fitted to
     variance: Tensor  # (n)
 
-    def to(self, device: torch.device) -> Prior:
-        """The same on another device."""
-        return Prior(self.share, self.variance.to(device))
-
 
 def log_prior(p: Parameters, prior: Prior) -> Tensor:
     """Its logarithm for an image, but for a constant: what EM adds to the mean log-likelihood."""
@@ -214,9 +210,9 @@ def start(
             x, observed, _k_means(x, observed, components, generator), components, rank, floor, generator
         )
         for _ in range(steps):
-            statistics = collect(p, x, observed)
+            statistics, believed = collect(p, x, observed), log_prior(p, prior)
             p = maximize(p, statistics, floor, prior)
-        reached = float(statistics.likelihood / statistics.images + log_prior(p, prior))
+        reached = float(statistics.likelihood / statistics.images + believed)
         if reached > most:
             best, most = p, reached
     assert best is not None, "the likelihood of a start is a number"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,8 +48,8 @@ class Units:
 
     def to(self, device: torch.device) -> Units:
         """The same on another device."""
-        tensors = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.type == "Tensor"}
-        return replace(self, **tensors)
+        values: dict[str, Any] = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in vars(self).items()}
+        return Units(**values)
 
     def apply(self, x: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
         """Images and observed as float64 (N, n): images in these units, zero where not observed."""
@@ -141,7 +142,8 @@ def measure(
         if like is None:
             like = chunk[:1]
             sums = torch.zeros(2, like.numel(), dtype=torch.float64, device=like.device)
-            low, high = extremes(chunk, seen.expand(chunk.shape))
+            low = sums.new_full((like.shape[1],), math.inf)
+            high = -low
         if chunk.shape[1:] != like.shape[1:]:
             raise ValueError(f"x must hold images of one shape, {tuple(like.shape[1:])}, got {describe(chunk)}")
         flat, mask = flatten(chunk, seen)

@@ -93,10 +93,10 @@ class DensityNetwork(nn.Module):
         check_representable(scale, self.noise_floor, self.scale.dtype)
         self.center.copy_(center.view(-1, 1, 1))
         self.scale.copy_(scale.view(-1, 1, 1))
-        if self.bounds == "data":
+        if self.bounds == "data" and self.low is not None and self.high is not None:
             low, high = with_margin(*extremes_over_processes(*extremes(x, seen)), scale)
-            self.low.copy_(low)  # type: ignore[union-attr]  # there are bounds
-            self.high.copy_(high)  # type: ignore[union-attr]
+            self.low.copy_(low)
+            self.high.copy_(high)
 
     def _check(self, x: Tensor, observed: Tensor) -> Tensor:
         """Check images and what is seen of them; `observed` as bool."""

@@ -13,7 +13,15 @@ from misconv._math.expectations import (
 )
 from misconv._math.fill import nearest_fill, nearest_seen, push_pull
 from misconv._math.geometry import Padding, Pair, margins, output_size, pair
-from misconv._math.likelihood import NOISE_FLOOR, full_precision, log_prob, marginal_log_prob, score, wide_type
+from misconv._math.likelihood import (
+    NOISE_FLOOR,
+    coverage_level,
+    full_precision,
+    log_prob,
+    marginal_log_prob,
+    score,
+    wide_type,
+)
 from misconv._math.linalg import cholesky, triangular_inverse
 from misconv._math.regions import Like
 from misconv._math.relu import ExpectedReLU
@@ -31,6 +39,7 @@ __all__ = [
     "apply_activation",
     "between",
     "cholesky",
+    "coverage_level",
     "deviation",
     "expectation",
     "expectation_of_spread",

@@ -7,9 +7,10 @@ import math
 import torch
 from torch import Tensor
 
+from misconv._math.expectations import normal_cdf
 from misconv._math.linalg import cholesky, triangular_inverse
 
-__all__ = ["NOISE_FLOOR", "full_precision", "log_prob", "marginal_log_prob", "score", "wide_type"]
+__all__ = ["NOISE_FLOOR", "coverage_level", "full_precision", "log_prob", "marginal_log_prob", "score", "wide_type"]
 
 # The least noise of a pixel as a share of the variance that its factors give it: a standard deviation of 2⁻²³, the
 # rounding of float32. It keeps 1/d finite, and with float64 C = I + AᵀD⁻¹A still has correct digits.
@@ -113,6 +114,17 @@ def marginal_log_prob(
     weights = logits.to(own).log_softmax(-1)[..., None, None, None]
     pixels = (weights + each).logsumexp(-4).where(scored.squeeze(-4), 0)  # (B, C, H, W)
     return pixels.sum((-3, -2, -1)).to(x.dtype)
+
+
+def coverage_level(weights: Tensor, means: Tensor, variances: Tensor, y: Tensor) -> Tensor:
+    """The share of the smallest central interval that holds y, ``|2 F(y) − 1|`` with F the CDF of a Gaussian mixture.
+
+    Args:
+        weights, means, variances: (N, K, …), of the components. y: (N, …).
+    """
+    deviation = variances.clamp_min(torch.finfo(variances.dtype).tiny).sqrt()
+    cdf = (weights * normal_cdf((y.unsqueeze(1) - means) / deviation)).sum(1)
+    return (2 * cdf - 1).abs()
 
 
 def wide_type(like: Tensor) -> torch.dtype:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from misconv._checks import describe
 from misconv._train.identity import identify_data
 from misconv._train.images import as_floats, check_incomplete
-from misconv._train.streams import guarded, is_stream, read_batch
+from misconv._train.streams import guarded, is_stream, length_of, read_batch
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -60,9 +60,9 @@ class _Batches:
     def __init__(self, images: Any, fabric: Fabric, batch_size: int, workers: int) -> None:
         self.fabric, self.loader = fabric, images
         if isinstance(images, Dataset):
-            least = fabric.world_size
-            if not isinstance(images, IterableDataset) and len(images) < least:  # type: ignore[arg-type]  # map-style
-                raise ValueError(f"images must be at least one for each of the {least} processes, got {len(images)}")  # type: ignore[arg-type]
+            count, least = length_of(images), fabric.world_size
+            if count is not None and count < least:
+                raise ValueError(f"images must be at least one for each of the {least} processes, got {count}")
             self.loader = DataLoader(images, batch_size=batch_size, num_workers=workers)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from misconv._math import nearest_seen, normal_cdf
+from misconv._math import coverage_level, nearest_fill
 from misconv._train.session import EpochRecord
 from misconv.mfa import MFA
 
@@ -37,18 +37,16 @@ def validation_sums(p: MFA, x: Tensor, target: Tensor) -> Tensor:
     """Sums of −log p, jointly and pixel by pixel, squared error, pixels inside 50 % and 90 % intervals, and pixels."""
     joint, marginal = (-method(x, target).sum(dtype=torch.float64) for method in (p.log_prob, p.marginal_log_prob))
     error = (p.mean - x).where(target, 0).square().sum(dtype=torch.float64)
-    off = (_rank(p, x) - 0.5).abs()  # from the median
-    inside = [((off < share / 2) & target).sum().double() for share in (0.5, 0.9)]
+    level = _level(p, x)
+    inside = [((level <= share) & target).sum().double() for share in (0.5, 0.9)]
     return torch.stack([joint, marginal, error, *inside, target.sum().double()])
 
 
-def _rank(p: MFA, x: Tensor) -> Tensor:
-    """The probability that each pixel is below its value x, (B, C, H, W)."""
-    factors, noise = p.factors.float(), p.noise.float()
-    deviation = (noise + factors.square().sum(2)).clamp_min(1e-30).sqrt()  # (B, K, C, H, W)
-    below = normal_cdf((x.unsqueeze(1).float() - p.means.float()) / deviation)
+def _level(p: MFA, x: Tensor) -> Tensor:
+    """The share of the smallest central interval that holds each pixel, (B, C, H, W)."""
+    means, factors, noise, value = (t.float() for t in (p.means, p.factors, p.noise, x))
     weights = p.weights.float()[:, :, None, None, None]
-    return (weights * below).sum(1)
+    return coverage_level(weights, means, noise + factors.square().sum(2), value)
 
 
 def nearest_error(x: Tensor, shown: Tensor, target: Tensor) -> Tensor:
@@ -57,12 +55,9 @@ def nearest_error(x: Tensor, shown: Tensor, target: Tensor) -> Tensor:
     Where nothing of a channel is shown, it is filled with the mean of that channel in the other images.
     """
     shown = shown.expand(x.shape)
-    x = x.where(shown | target, 0)
-    distance, place = nearest_seen(shown)
-    flat = place.flatten(2).clamp(0, x.shape[2] * x.shape[3] - 1)  # (B, C, H·W)
-    nearest = x.flatten(2).gather(2, flat).view(x.shape)
+    filled, distance = nearest_fill(x, shown)
     mean = x.where(shown, 0).sum((0, 2, 3)) / shown.sum((0, 2, 3)).clamp_min(1)  # (C,)
-    filled = torch.where(distance.isfinite(), nearest, mean.view(-1, 1, 1))
+    filled = torch.where(distance.isfinite(), filled, mean.view(-1, 1, 1))
     return (filled - x).where(target, 0).square().sum(dtype=torch.float64)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from misconv._checks import describe
+from misconv._checks import IMAGE_FORMS, describe, unpack_images
 from misconv._train.batches import batches_of, generator
 from misconv._train.identity import fingerprint
 from misconv._train.images import Holes, as_floats, check_incomplete
@@ -26,15 +26,22 @@ from misconv._train.moves import apply_moves
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["DatasetImages", "LoaderImages", "StreamedImages", "guarded", "is_stream", "read_batch", "stream_of"]
+__all__ = [
+    "DatasetImages",
+    "LoaderImages",
+    "StreamedImages",
+    "guarded",
+    "is_stream",
+    "length_of",
+    "read_batch",
+    "stream_of",
+]
 
 MOST_HELD = 2000  # images that are set aside for validation, and stay in memory
 MOST_SAMPLED = 4096  # images that are measured before the training
 MOST_BYTES = 2**28  # of either of them
 
 Triple = tuple[Tensor, Tensor, Tensor]
-
-_FORMS = 'NaN-coded images, pairs (x, observed) or dictionaries {"image": …, "observed": …}'
 
 
 def is_stream(images: object) -> bool:
@@ -109,7 +116,7 @@ class DatasetImages(_Kept):
         least: int,
     ) -> None:
         self.dataset, self.fabric, self.seed, self.workers, self.least = dataset, fabric, seed, workers, least
-        count = _length(dataset)
+        count = length_of(dataset)
         if not count:
             raise ValueError(f"images must be a Dataset with a length of at least 1, got {type(dataset).__name__}")
         order = torch.randperm(count, generator=generator(seed, "split"), device="cpu")
@@ -168,7 +175,7 @@ class LoaderImages(_Kept):
 
     def __init__(self, loader: Iterable[Any], fabric: Fabric, *, validation: float, batch_size: int, seed: int) -> None:
         self.loader, self.fabric, self.seed = loader, fabric, seed
-        self.steps = _length(loader)
+        self.steps = length_of(loader)
         x, seen = self._first_images()
         self.image = tuple(x.shape[1:])
         total = len(x) if self.steps is None else max(self.steps * self.most_in_batch, len(x))
@@ -292,31 +299,11 @@ def read_batch(batch: Any) -> tuple[Tensor, Tensor]:
         >>> x.tolist(), observed.tolist()
         ([[[[0.5, 0.0]]]], [[[[True, False]]]])
     """
-    x, observed = _unpack(batch)
+    x, observed = unpack_images(batch)
     if not isinstance(x, Tensor):
-        raise TypeError(f"images must yield {_FORMS}, as tensors, got {describe(x)}")
+        raise TypeError(f"images must yield {IMAGE_FORMS}, as tensors, got {describe(x)}")
     x, observed = check_incomplete(x, observed)
     return as_floats(x).where(observed, 0), observed
-
-
-def _unpack(batch: Any) -> tuple[Any, Any]:
-    if isinstance(batch, dict):
-        if "image" not in batch:
-            raise ValueError(f'images must yield dictionaries with the key "image", got the keys {describe([*batch])}')
-        return batch["image"], batch.get("observed")
-    if not isinstance(batch, tuple | list):
-        return batch, None
-    if not batch:
-        raise ValueError(f"images must yield {_FORMS}, got an empty {type(batch).__name__}")
-    x, second = (*batch, None)[:2]
-    return x, None if _is_label(second) else second
-
-
-def _is_label(value: Any) -> bool:
-    """Class indices, one for each image."""
-    return (
-        isinstance(value, Tensor) and value.dim() <= 1 and not value.is_floating_point() and value.dtype != torch.bool
-    )
 
 
 def _check_image(x: Tensor, image: tuple[int, ...] | None) -> None:
@@ -341,7 +328,7 @@ def guarded(batches: Iterable[Any]) -> Iterator[Any]:
         if "default_collate" not in str(error):
             raise
         reason = str(error).strip().splitlines()[-1][:200]
-        raise TypeError(f"images must yield {_FORMS}, as tensors or arrays: {reason}") from error
+        raise TypeError(f"images must yield {IMAGE_FORMS}, as tensors or arrays: {reason}") from error
 
 
 def _on_cpu(batches: Iterable[Any]) -> Iterator[Any]:
@@ -363,9 +350,9 @@ def _together(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.cat([x for x, _ in parts]), torch.cat([seen for _, seen in parts])
 
 
-def _length(sized: Any) -> int | None:
-    """How many items it says that it has."""
+def length_of(sized: Any) -> int | None:
+    """How many items it says that it has; None where it does not, as a stream whose end is not known."""
     try:
         return len(sized)
-    except (TypeError, NotImplementedError):
+    except (TypeError, NotImplementedError):  # by these Python and torch say that there is no length
         return None
