@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from torch import Tensor
 
 from misconv import missing, observe
@@ -42,6 +42,8 @@ def test_any_size_and_fraction(name: str, batch: int, height: int, width: int, f
 
 @pytest.mark.parametrize("name", ["trapezoid", "noise", "free_form"])
 @given(height=sizes, width=sizes, fraction=fractions)
+@example(height=19, width=15, fraction=0.7)  # 199.5 pixels, or a little less where they are multiplied one by one
+@example(height=15, width=19, fraction=0.7)
 def test_exact_fractions(name: str, height: int, width: int, fraction: float) -> None:
     observed = ALL[name](2, height, width, fraction=fraction, generator=seeded())
     pixels = height * width
@@ -54,7 +56,7 @@ def test_squares_are_squares_as_near_as_can_be(height: int, width: int, fraction
     hidden = ~missing.square(1, height, width, fraction=fraction, generator=seeded())[0, 0]
     rows, columns = hidden.any(1).sum().item(), hidden.any(0).sum().item()
     assert hidden.sum() == rows * columns  # one rectangle
-    wanted = min(max(round(fraction * height * width), 1), max(height * width - 1, 1))
+    wanted = min(max(round(fraction * (height * width)), 1), max(height * width - 1, 1))
     small, large = min(height, width), max(height, width)
     if rows == columns:
         candidates = [side**2 for side in range(1, small + 1)]

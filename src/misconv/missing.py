@@ -136,7 +136,7 @@ def trapezoid(
 ) -> Tensor:
     """Hide one trapezoid per image that spans it from edge to opposite edge, with random slopes and place.
 
-    Exactly ``round(fraction * height * width)`` pixels of every image are hidden. The two parallel sides lie on the
+    Exactly ``round(fraction * (height * width))`` pixels of every image are hidden. The two parallel sides lie on the
     top and bottom edges or, for every second image on average, on the left and right ones.
 
     Returns:
@@ -195,7 +195,7 @@ def noise(
     generator: torch.Generator | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Hide single pixels at random places, exactly ``round(fraction * height * width)`` of every image.
+    """Hide single pixels at random places, exactly ``round(fraction * (height * width))`` of every image.
 
     Returns:
         `observed` (B, 1, H, W).
@@ -224,7 +224,7 @@ def free_form(
     """Hide what lies under strokes of a brush: scratches, hair, cracks, writing.
 
     Every stroke is a random line of `turns` straight pieces. The brush is as wide as it must be to hide exactly
-    ``round(fraction * height * width)`` pixels of every image.
+    ``round(fraction * (height * width))`` pixels of every image.
 
     Returns:
         `observed` (B, 1, H, W).
