@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "_conv": {"torch", "_backend", "_checks", "_math", "_triton", "mfa"},
     "functional": {"torch", "_checks", "_conv", "_math", "mfa"},
     "layers": {"torch", "_checks", "_conv", "_math", "functional", "mfa"},
-    "_density": {"torch", "_backend", "_checks", "_math", "mfa"},
+    "_density": {"torch", "_backend", "_checks", "_math", "_triton", "mfa"},
     "density": {"torch", "_checks", "_density", "_math", "mfa"},
     "impute": {"torch", "_checks", "_math", "mfa"},
     "_convert": {"torch", "_torch", "_backend", "_conv", "_math", "mfa"},

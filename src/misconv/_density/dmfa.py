@@ -81,7 +81,8 @@ class LinearDMFA(DensityNetwork):
         check_images("x", x)
         if tuple(x.shape[1:]) != self.shape:
             raise ValueError(f"x must hold images of {self.shape}, as this density was made for, got {describe(x)}")
-        inside, x, observed = self._input(x, observed)
+        x, observed = self._arguments(x, observed)
+        inside = self._input(x, observed)
         features = self.features(inside)
 
         def image(flat: Tensor) -> Tensor:
@@ -159,7 +160,8 @@ class ConvDMFA(DensityNetwork):
 
     def forward(self, x: Tensor, observed: Tensor) -> MFA:
         """The MFA of every image given its observed pixels."""
-        inside, x, observed = self._input(x, observed)
+        x, observed = self._arguments(x, observed)
+        inside = self._input(x, observed)
         height, width = x.shape[2:]
         # Halved and doubled again, a side keeps its length if it is a multiple of this; what is added is missing.
         multiple = 2 ** (len(self.widths) - 1)

@@ -20,6 +20,7 @@ from misconv._density.em_data import (
 from misconv.mfa import MFA
 
 __all__ = [
+    "FARTHEST",
     "MOST_WEIGHTS",
     "DensityNetwork",
     "add_blocks",
@@ -35,7 +36,7 @@ __all__ = [
 
 MOST_WEIGHTS = 2**34  # of a layer, or parameters of an SMFA: 64 GiB in float32
 # Standardised pixels beyond this are cut off at it: an outlier of 1e20 would overflow the squares of BatchNorm.
-_FARTHEST = 1e4
+FARTHEST = 1e4
 
 
 class DensityNetwork(nn.Module):
@@ -107,15 +108,22 @@ class DensityNetwork(nn.Module):
         check_seen_finite("x", x, observed)
         return observed
 
-    def _input(self, x: Tensor, observed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The network's input (B, 2C, H, W) in its own type, the images in that of the result, `observed` as bool."""
+    def _arguments(self, x: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
+        """Images in the type of the result, and `observed` as bool."""
         check_images("x", x)
         check_devices(x, observed, self.center.device)
         observed = self._check(x, observed)
-        own = self.center.dtype
-        x = x.to(result_type(x.dtype, own))
-        inside = ((x - self.center) / self.scale).where(observed, 0).clamp(-_FARTHEST, _FARTHEST).to(own)
-        return torch.cat([inside, observed.expand(x.shape).to(own)], 1), x, observed
+        return x.to(result_type(x.dtype, self.center.dtype)), observed
+
+    def _standardised(self, x: Tensor, observed: Tensor) -> Tensor:
+        """Images in the network's units and type, 0 where they are missing."""
+        inside = ((x - self.center) / self.scale).where(observed, 0)
+        return inside.clamp(-FARTHEST, FARTHEST).to(self.center.dtype)
+
+    def _input(self, x: Tensor, observed: Tensor) -> Tensor:
+        """The network's input (B, 2C, H, W)."""
+        inside = self._standardised(x, observed)
+        return torch.cat([inside, observed.expand(x.shape).to(inside.dtype)], 1)
 
     def _weigh(self, features: Tensor) -> Tensor:
         """Logits (B, K) of the components."""

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from misconv._backend import is_eager
+from misconv._backend import HAS_TRITON, is_eager, is_plain
 from misconv._checks import check_size, describe
 from misconv._density.bounds import Bounds
-from misconv._density.network import DensityNetwork, check_sizes
-from misconv._math import push_pull
+from misconv._density.network import FARTHEST, DensityNetwork, check_sizes
+from misconv._math import full_precision, push_pull
 from misconv.mfa import MFA
 
 __all__ = ["UNetDMFA"]
@@ -91,16 +91,16 @@ class UNetDMFA(DensityNetwork):
 
     def forward(self, x: Tensor, observed: Tensor) -> MFA:
         """The MFA of every image given its observed pixels."""
-        inside, x, observed = self._input(x, observed)
+        x, observed = self._arguments(x, observed)
         # A look at the values would make a GPU wait, and cannot be traced. What learns has a gradient for any batch.
         learns = torch.is_grad_enabled() and self.head.weight.requires_grad
         if x.device.type == "cpu" and not learns and is_eager(x, observed):
             incomplete = ~observed.flatten(1).all(1)
             if not incomplete.all():
-                return self._some(inside, x, observed, incomplete)
-        return self._all(inside, x, observed)
+                return self._some(x, observed, incomplete)
+        return self._fused(x, observed) if self._has_kernels(x, observed) else self._all(x, observed)
 
-    def _some(self, inside: Tensor, x: Tensor, observed: Tensor, incomplete: Tensor) -> MFA:
+    def _some(self, x: Tensor, observed: Tensor, incomplete: Tensor) -> MFA:
         """Complete images cost nothing: the network sees the others alone."""
         size = (self.components, *x.shape[1:])
         logits, noise = x.new_zeros(len(x), self.components), x.new_zeros(len(x), *size)
@@ -108,7 +108,7 @@ class UNetDMFA(DensityNetwork):
         means = x.unsqueeze(1).expand(-1, self.components, -1, -1, -1)
         if incomplete.any():
             rows = incomplete.nonzero().flatten()
-            p = self._all(inside[rows], x[rows], observed[rows])
+            p = self._all(x[rows], observed[rows])
             logits, means, factors, noise = (
                 whole.index_copy(0, rows, part)
                 for whole, part in zip(
@@ -117,20 +117,49 @@ class UNetDMFA(DensityNetwork):
             )
         return MFA(logits, means, factors, noise, observed, check=False)
 
-    def _all(self, inside: Tensor, x: Tensor, observed: Tensor) -> MFA:
+    def _all(self, x: Tensor, observed: Tensor) -> MFA:
         height, width = x.shape[2:]
-        values, seen = inside.chunk(2, 1)
-        filled = push_pull(values, seen > 0)
-        inside = F.pad(torch.cat([filled, seen], 1), (0, -width % self.patch, 0, -height % self.patch))
-        features, bottom = self._through(F.pixel_unshuffle(inside, self.patch))
-        outputs = F.pixel_shuffle(self.head(features), self.patch)
-        outputs = outputs[..., :height, :width]
+        seen = observed.expand(x.shape)
+        standardised = self._standardised(x, observed)
+        wide = torch.promote_types(standardised.dtype, torch.float32)  # the weights of far pixels are small
+        with full_precision(x.device):
+            filled = push_pull(standardised.to(wide), seen).to(standardised.dtype)
+        inside = torch.cat([filled, seen.to(filled.dtype)], 1)
+        inside = F.pad(inside, (0, -width % self.patch, 0, -height % self.patch))
+        outputs, logits = self._through(F.pixel_unshuffle(inside, self.patch))
+        outputs = F.pixel_shuffle(outputs, self.patch)[..., :height, :width]
         means, noise, factors = self._split(outputs, 1)
         means = filled.repeat(1, self.components, 1, 1) + means
-        return self._output(x, observed, self._weigh(bottom.mean((2, 3))), means, factors, noise)
+        return self._output(x, observed, logits, means, factors, noise)
+
+    def _has_kernels(self, x: Tensor, observed: Tensor) -> bool:
+        """Whether fused kernels serve: on a GPU, in single or half precision, where nothing needs a gradient."""
+        if x.device.type != "cuda" or not HAS_TRITON or is_plain() or not is_eager(x, observed):
+            return False
+        tensors = (x, *self.parameters())
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            return False
+        return torch.float64 not in (x.dtype, self.center.dtype) and x.numel() > 0 and max(x.shape[2:]) > 1
+
+    def _fused(self, x: Tensor, observed: Tensor) -> MFA:
+        """As `_all`, by kernels for all but the convolutions."""
+        from misconv._triton import Frame, smooth_input, to_mixture  # takes its time to import, and may not be there
+
+        frame = Frame(self.center, self.scale, self.low, self.high, self.noise_floor, FARTHEST)
+        inside, filled = smooth_input(x, observed, frame, self.patch, self._type_inside(x.device))
+        outputs, logits = self._through(inside)
+        size = (self.components, self.rank, self.patch)
+        means, factors, noise = to_mixture(x, observed, frame, filled, outputs, *size)
+        return MFA(logits.to(x.dtype), means, factors, noise, observed, check=False)
+
+    def _type_inside(self, device: torch.device) -> torch.dtype:
+        """What the convolutions read; under autocast the type that they would make of it."""
+        if torch.is_autocast_enabled(device.type):
+            return torch.get_autocast_dtype(device.type)
+        return self.center.dtype
 
     def _through(self, inside: Tensor) -> tuple[Tensor, Tensor]:
-        """Features of every block of pixels, and those of the smallest size."""
+        """What the head says of every block of pixels, and the logits of the components."""
         features = self.enter(inside)
         passed = []
         for level, block in enumerate(self.down):
@@ -144,7 +173,7 @@ class UNetDMFA(DensityNetwork):
             skip = passed[level]
             coarse = F.interpolate(coarse, scale_factor=2, mode="nearest")[..., : skip.shape[-2], : skip.shape[-1]]
             features = self.up[level](skip + coarse)
-        return F.relu(features), F.relu(bottom)
+        return self.head(F.relu(features)), self._weigh(F.relu(bottom).mean((2, 3)))
 
 
 def _blocks(width: int, count: int) -> nn.Sequential:
