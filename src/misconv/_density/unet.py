@@ -21,9 +21,10 @@ __all__ = ["UNetDMFA"]
 class UNetDMFA(DensityNetwork):
     """A light density network for images of any size, which starts from a smooth fill of the holes.
 
-    The holes are filled by averages of what is around them (`misconv.impute.push_pull`). Blocks of `patch` × `patch`
-    pixels become channels, a U-Net without normalization goes through them, and one 1×1 convolution gives for every
-    pixel what the mean adds to the fill, the noise and the factors. Before training the mean *is* the fill.
+    The holes are filled by averages of what is around them (`misconv.impute.push_pull`, made a little smoother).
+    Blocks of `patch` × `patch` pixels become channels, a U-Net without normalization goes through them, and one 1×1
+    convolution gives for every pixel what the mean adds to the fill, the noise and the factors. Before training the
+    mean *is* the fill.
 
     Args:
         channels: C. components: K. rank: L.
@@ -47,7 +48,7 @@ class UNetDMFA(DensityNetwork):
         widths: tuple[int, ...] = (32, 48, 64, 96, 96),
         depths: tuple[int, ...] = (1, 1, 2, 2, 2),
         patch: int = 2,
-        noise_floor: float = 1e-3,
+        noise_floor: float = 1e-4,
         bounds: Bounds = "data",
     ) -> None:
         super().__init__(channels, components, rank, noise_floor, bounds)
@@ -123,7 +124,7 @@ class UNetDMFA(DensityNetwork):
         standardised = self._standardised(x, observed)
         wide = torch.promote_types(standardised.dtype, torch.float32)  # the weights of far pixels are small
         with full_precision(x.device):
-            filled = push_pull(standardised.to(wide), seen).to(standardised.dtype)
+            filled = push_pull(standardised.to(wide), seen, relaxed=True).to(standardised.dtype)
         inside = torch.cat([filled, seen.to(filled.dtype)], 1)
         inside = F.pad(inside, (0, -width % self.patch, 0, -height % self.patch))
         outputs, logits = self._through(F.pixel_unshuffle(inside, self.patch))

@@ -11,7 +11,7 @@ from misconv._math.expectations import (
     weighted_mean,
     z_limit,
 )
-from misconv._math.fill import nearest_fill, nearest_seen, push_pull
+from misconv._math.fill import SWEEPS, nearest_fill, nearest_seen, push_pull
 from misconv._math.geometry import Padding, Pair, margins, output_size, pair
 from misconv._math.likelihood import (
     NOISE_FLOOR,
@@ -29,6 +29,7 @@ from misconv._math.relu import ExpectedReLU
 __all__ = [
     "ACTIVATIONS",
     "NOISE_FLOOR",
+    "SWEEPS",
     "Activation",
     "Draw",
     "ExpectedReLU",

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from misconv._math import SWEEPS
 from misconv._triton.launch import Launch, dense
-from misconv._triton.unet import enter_kernel, output_kernel, pull_kernel, push_kernel
+from misconv._triton.unet import enter_kernel, output_kernel, pull_kernel, push_kernel, relax_kernel
 
 __all__ = ["Frame", "smooth_input", "to_mixture"]
 
 _BLOCK = 512  # pixels of a program
+assert SWEEPS[1] == 1  # at the finest level there is no buffer for more
 
 
 class Frame(NamedTuple):
@@ -48,10 +50,14 @@ def smooth_input(x: Tensor, observed: Tensor, frame: Frame, patch: int, dtype: t
         _launch(pull_kernel, tensors, batch * channels, small, (frame.farthest, *strides, *sizes), (not levels,))
         levels.append((value, weight))
         source, share, size = value, weight, small
-    for (value, weight), (coarse, _) in zip(levels[-2::-1], levels[:0:-1], strict=True):
-        sizes = (*value.shape[2:], *coarse.shape[2:])
-        _launch(push_kernel, (value, weight, coarse), batch * channels, value.shape[2:], sizes)
-    filled = levels[0][0]
+    filled, _ = levels.pop()
+    for value, weight in reversed(levels):
+        coarse, here = filled, tuple(value.shape[2:])
+        filled = torch.empty_like(value)
+        _launch(push_kernel, (value, weight, coarse, filled), batch * channels, here, (*here, *coarse.shape[2:]))
+        for _ in range(SWEEPS[0]):
+            before, filled = filled, torch.empty_like(value)
+            _launch(relax_kernel, (value, weight, before, filled), batch * channels, here, here)
     high, wide = -(-height // patch), -(-width // patch)
     inputs = torch.empty(
         (batch, 2 * channels * patch**2, high, wide), dtype=dtype, device=x.device, memory_format=torch.channels_last
@@ -83,7 +89,7 @@ def to_mixture(
     noise, factors = torch.empty_like(means), x.new_empty(batch, components, rank, channels, height, width)
     rows, wide = -(-height // patch), -(-width // patch)
     strides = (*x.stride(), *_strides(observed, channels), *outputs.stride())
-    numbers = (frame.floor, *strides, height, width, *filled.shape[2:], rows)
+    numbers = (frame.farthest, frame.floor, *strides, height, width, *filled.shape[2:], rows)
     tensors = (x, observed, *dense(*frame[:4]), filled, outputs, means, factors, noise)
     kind = (components, rank, channels, patch, frame.low is not None)
     _launch(output_kernel, tensors, batch * components * channels * rows, (wide, patch**2), numbers, kind)

@@ -4,7 +4,8 @@ Alone the convolutions of such a network are cheap; what is around them, written
 through the memory of the GPU dozens of times. Here it is
 
 1. `pull_kernel`: one level of the push–pull pyramid (`misconv._math.push_pull`), the first one from the images;
-2. `push_kernel`: on the way back, what a level does not know from the next coarser one;
+2. `push_kernel`: on the way back, what a level does not know from the next coarser one; `relax_kernel`: from the
+   pixels around it;
 3. `enter_kernel`: the finest level and what was seen, blocks of pixels as channels: what the network reads;
 4. `output_kernel`: from what the network says to means, factors and noise, bounded (`misconv._density.bound`).
 """
@@ -17,7 +18,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-__all__ = ["enter_kernel", "output_kernel", "pull_kernel", "push_kernel"]
+__all__ = ["enter_kernel", "output_kernel", "pull_kernel", "push_kernel", "relax_kernel"]
 
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
@@ -93,14 +94,55 @@ def pull_kernel(
 
 
 @_jit
-def push_kernel(value, weight, coarse, H, W, h, w, tiles, BLOCK: tl.constexpr):
-    """Fill one level (H, W), in place, from the next coarser one (h, w)."""
+def push_kernel(value, weight, coarse, filled, H, W, h, w, tiles, BLOCK: tl.constexpr):
+    """Fill one level (H, W) from the next coarser one (h, w)."""
     plane, place = _share(tiles, BLOCK)
     inside = place < H * W
     share = tl.load(weight + plane * H * W + place, mask=inside, other=0.0)
     known = tl.load(value + plane * H * W + place, mask=inside, other=0.0)
     unknown = _between(coarse, plane, place // W, place % W, inside, h, w)
-    tl.store(value + plane * H * W + place, share * known + (1 - share) * unknown, mask=inside)
+    tl.store(filled + plane * H * W + place, share * known + (1 - share) * unknown, mask=inside)
+
+
+@_jit
+def relax_kernel(value, weight, before, after, H, W, tiles, BLOCK: tl.constexpr):
+    """One sweep of Jacobi's method: what a level (H, W) does not know is the mean of the four pixels around it."""
+    plane, place = _share(tiles, BLOCK)
+    inside = place < H * W
+    share = tl.load(weight + plane * H * W + place, mask=inside, other=0.0)
+    known = tl.load(value + plane * H * W + place, mask=inside, other=0.0)
+    around = tl.zeros((BLOCK,), tl.float32)
+    for i in tl.static_range(4):
+        row, column = _neighbour(place // W, place % W, H, W, i)
+        around += tl.load(before + plane * H * W + row * W + column, mask=inside, other=0.0)
+    tl.store(after + plane * H * W + place, share * known + (1 - share) * around / 4, mask=inside)
+
+
+@_jit
+def _neighbour(row, column, H, W, i: tl.constexpr):
+    """The pixel above, below, before or after another; past the border that one itself."""
+    down, right = (2 * i - 1 if i < 2 else 0), (2 * i - 5 if i >= 2 else 0)
+    return tl.minimum(tl.maximum(row + down, 0), H - 1), tl.minimum(tl.maximum(column + right, 0), W - 1)
+
+
+@_jit
+def _finest_fill(
+    images, observed, center, scale, coarse, image, channel, row, column, mask, farthest,
+    image_stride, channel_stride, row_stride, column_stride,
+    seen_image, seen_channel, seen_row, seen_column,
+    H, W, h, w,
+    C: tl.constexpr,
+):
+    """What is filled in at the finest level, from the next coarser one; with one sweep, for which four are computed."""
+    around = tl.zeros(row.shape, tl.float32)
+    for i in tl.static_range(4):
+        r, c = _neighbour(row, column, H, W, i)
+        place = image * seen_image + channel * seen_channel + r * seen_row + c * seen_column
+        seen = tl.load(observed + place, mask=mask, other=0) != 0
+        place = image * image_stride + channel * channel_stride + r * row_stride + c * column_stride
+        known = _standardised(images, center, scale, channel, place, seen & mask, farthest)
+        around += tl.where(seen, known, _between(coarse, image * C + channel, r, c, mask & ~seen, h, w))
+    return around / 4
 
 
 @_jit
@@ -124,7 +166,11 @@ def enter_kernel(
     is_value = there & (kind < C)
     place = image * image_stride + channel * channel_stride + row * row_stride + column * column_stride
     known = _standardised(images, center, scale, channel, place, seen & is_value, farthest)
-    filled = _between(coarse, image * C + channel, row, column, is_value & ~seen, h, w)
+    filled = _finest_fill(
+        images, observed, center, scale, coarse, image, channel, row, column, is_value & ~seen, farthest,
+        image_stride, channel_stride, row_stride, column_stride, seen_image, seen_channel, seen_row, seen_column,
+        H, W, h, w, C,
+    )
     number = tl.where(kind < C, tl.where(seen, known, filled), seen.to(tl.float32))
     place = image * blocks * 2 * C * PATCH * PATCH + entry
     tl.store(inputs + place, number.to(inputs.dtype.element_ty), mask=inside)
@@ -137,7 +183,7 @@ def _softplus(x):
 
 @_jit
 def output_kernel(
-    images, observed, center, scale, low, high, coarse, outputs, means, factors, noise, least,
+    images, observed, center, scale, low, high, coarse, outputs, means, factors, noise, farthest, least,
     image_stride, channel_stride, row_stride, column_stride,
     seen_image, seen_channel, seen_row, seen_column,
     out_image, out_channel, out_row, out_column,
@@ -167,7 +213,12 @@ def output_kernel(
     change = tl.load(outputs + start + (k * C + channel) * size, mask=hidden, other=0.0).to(tl.float32)
     variance = tl.load(outputs + start + ((K + k) * C + channel) * size, mask=hidden, other=0.0).to(tl.float32)
     variance = tl.exp(tl.minimum(variance, 6.0))
-    mean = c + s * (_between(coarse, image * C + channel, row, column, hidden, h, w) + change)
+    filled = _finest_fill(
+        images, observed, center, scale, coarse, image, channel, row, column, hidden, farthest,
+        image_stride, channel_stride, row_stride, column_stride, seen_image, seen_channel, seen_row, seen_column,
+        H, W, h, w, C,
+    )
+    mean = c + s * (filled + change)
     floor, given = least, tl.full((BLOCK,), 1.0, tl.float32)
     if BOUNDED:
         lowest, highest = tl.load(low + channel).to(tl.float32), tl.load(high + channel).to(tl.float32)
