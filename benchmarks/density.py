@@ -1,12 +1,13 @@
 """Can densities be believed? Train them on incomplete images, and test them on what was never seen.
 
-    python benchmarks/density.py photos32 --out results/density/photos32.json
+    python benchmarks/density.py photos32 --augment --out results/density/photos32.json
     python benchmarks/density.py cifar10 --data cifar10.npz --steps 5000 --out results/density/cifar10.json
 
-For every shape of missing regions densities of several components and ranks are trained side by side, each on images of
-which one fixed region is missing. Of the test images, which are complete, the same kind of region is hidden, and others
-that the densities did not learn. Beside them stand fills that learn nothing: nearest pixel, push–pull, and, where
-scikit-image and OpenCV are installed, biharmonic, Telea's and Navier–Stokes inpainting.
+Densities of several components and ranks are trained side by side on images of which one fixed region is missing, of
+one shape, or ("mixed") of a square, a trapezoid, noise or stripes, whichever comes up. Of the test images, which are
+complete, each kind of region is hidden, free forms too, which no density learned. Beside them stand fills that learn
+nothing: nearest pixel, push–pull, and, where scikit-image and OpenCV are installed, biharmonic, Telea's and
+Navier–Stokes inpainting.
 
 Data: `photos32`, `photos64` (crops of scikit-learn's photographs, of their left halves to learn from and of their right
 halves for the test), `depth` (synthetic depth maps), `scene` (crops of one synthetic scene of 6 bands); others from an
@@ -34,8 +35,10 @@ from misconv._assess import Scores
 from misconv._store import commit, device_name, versions
 from misconv._train import Budget, Job, density_job, one_device, train, warm_up_cosine
 from misconv.functional import expected_conv2d
+from misconv.impute import nearest, push_pull
 
 FRACTIONS = {"square": 1 / 4, "trapezoid": 1 / 2, "noise": 3 / 4, "stripes": 1 / 4, "free_form": 1 / 4}
+MIXED = ("square", "trapezoid", "noise", "stripes")
 GRID = [(components, rank) for components in (1, 3) for rank in (0, 4, 8)]
 
 
@@ -44,10 +47,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dataset")
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--shapes", nargs="+", choices=FRACTIONS, default=["square", "trapezoid", "noise", "stripes"])
+    parser.add_argument("--learn", nargs="+", choices=["mixed", *FRACTIONS], default=["mixed"])
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--patch", type=int, default=2)
+    parser.add_argument("--augment", action="store_true", help="mirror and move, for few images")
     parser.add_argument(
         "--grid", nargs="+", default=[f"{components}x{rank}" for components, rank in GRID], help="components x rank"
     )
@@ -58,9 +62,10 @@ def main() -> None:
     images, test = load(options.dataset, options.data)
     test = test[: options.limit]
     rows, fills = [], {}
-    for shape in options.shapes:
-        rows += train_and_test(shape, images, test, options)
-        fills[shape] = classical(test[:300], region(shape, 300, test, seed=2)[: len(test)])
+    for learned in options.learn:
+        rows += train_and_test(learned, images, test, options)
+    for shape in FRACTIONS:
+        fills[shape] = classical(test[:200], region(shape, len(test), test, seed=2)[:200])
         print(shape, fills[shape], flush=True)
     device = torch.device(options.device)
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
@@ -70,12 +75,12 @@ def main() -> None:
     options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def train_and_test(shape: str, images: Tensor, test: Tensor, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All densities of the grid, side by side, on images of which one shape is missing; figures for every shape."""
-    observed = region(shape, len(images), images, seed=1)
+def train_and_test(learned: str, images: Tensor, test: Tensor, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All densities of the grid, side by side, on images of which such a region is missing; figures for every shape."""
+    observed = region(learned, len(images), images, seed=1)
     fabric = one_device(options.device)
     grid = [tuple(map(int, entry.split("x"))) for entry in options.grid]
-    jobs = [job(k, rank, shape, images, observed, fabric, options) for k, rank in grid]
+    jobs = [job(k, rank, images, observed, fabric, options) for k, rank in grid]
     began = time.perf_counter()
     train(jobs, fabric, budget=Budget(steps=options.steps), progress=False)
     seconds = (time.perf_counter() - began) / len(jobs)
@@ -83,36 +88,21 @@ def train_and_test(shape: str, images: Tensor, test: Tensor, options: argparse.N
     for (components, rank), trained in zip(grid, jobs, strict=True):
         density = trained.module.to(options.device).eval()
         assert isinstance(density, UNetDMFA)
-        for other in dict.fromkeys([shape, *options.shapes]):
-            found = measure(density, test, region(other, len(test), test, seed=2), options.device)
-            row = {"learned": shape, "tested": other, "components": components, "rank": rank, "seconds": seconds}
+        for shape in FRACTIONS:
+            found = measure(density, test, region(shape, len(test), test, seed=2), options.device)
+            row = {"learned": learned, "tested": shape, "components": components, "rank": rank, "seconds": seconds}
             rows.append(row | found)
-            brief = (
-                "rmse",
-                "nearest_rmse",
-                "push_pull_rmse",
-                "ratio",
-                "coverage_50",
-                "coverage_90",
-                "nll_image",
-                "layer",
-            )
-            print(
-                {k: round(v, 4) if isinstance(v, float) else v for k, v in rows[-1].items() if k in row or k in brief},
-                flush=True,
-            )
+            print({k: v for k, v in rows[-1].items() if not isinstance(v, list)}, flush=True)
     return rows
 
 
-def job(
-    components: int, rank: int, shape: str, images: Tensor, observed: Tensor, fabric: Any, options: argparse.Namespace
-) -> Job:
+def job(components: int, rank: int, images: Tensor, observed: Tensor, fabric: Any, options: argparse.Namespace) -> Job:
     """The training of one density, by the recipe of `misconv.fit_density`."""
     torch.manual_seed(0)
     density = UNetDMFA(images.shape[1], components, rank, patch=options.patch)
     made = density_job(
         density, images, observed, fabric, batch_size=options.batch_size, learning_rate=0.0,
-        shape=missing.like(observed), validation=min(0.1, 2000 / len(images)), clip=1.0,
+        shape=missing.like(observed), augment=options.augment, validation=min(0.1, 2000 / len(images)), clip=1.0,
     )  # fmt: skip
     made.schedule, made.betas = warm_up_cosine(2e-3), (0.9, 0.99)
     return made
@@ -130,11 +120,12 @@ def measure(density: UNetDMFA, test: Tensor, shown: Tensor, device: str) -> dict
         beyond = max(beyond, out_of_bounds(p, density))
         images += len(x)
     found = scores.means()
-    return {
+    figures = {
         **found, "ratio": found["deviation"] / found["rmse"], "nll_image": scores.nll / images,
-        "layer": math.sqrt(errors[0] / errors[1]), "out_of_bounds": beyond, "calibration": scores.calibration(),
-        "by_distance": [vars(row) for row in scores.distance_table()],
+        "layer": math.sqrt(errors[0] / errors[1]), "out_of_bounds": beyond,
     }  # fmt: skip
+    curve = [[level, round(share, 4)] for level, share in scores.calibration()]
+    return {name: float(f"{value:.5g}") for name, value in figures.items()} | {"calibration": curve}
 
 
 def responses(p: MFA, x: Tensor, center: Tensor) -> Tensor:
@@ -162,7 +153,8 @@ def out_of_bounds(p: MFA, density: UNetDMFA) -> float:
 def classical(test: Tensor, shown: Tensor) -> dict[str, float]:
     """RMSE of inpainting that learns nothing."""
     x, hidden = test.float() / 255 if test.dtype == torch.uint8 else test, (~shown).expand(test.shape)
-    fills: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
+    # Push–pull too: these are fewer images than the densities were tested on, and so others can be compared with it.
+    fills: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"nearest": nearest, "push_pull": push_pull}
     if find_spec("skimage") is not None:
         fills["biharmonic"] = biharmonic
     if find_spec("cv2") is not None and x.shape[1] in (1, 3):
@@ -170,7 +162,8 @@ def classical(test: Tensor, shown: Tensor) -> dict[str, float]:
             "telea": lambda x, o: opencv(x, o, "INPAINT_TELEA"),
             "navier_stokes": lambda x, o: opencv(x, o, "INPAINT_NS"),
         }
-    return {name: float((fill(x, shown) - x)[hidden].square().mean().sqrt()) for name, fill in fills.items()}
+    errors = {name: float((fill(x, shown) - x)[hidden].square().mean().sqrt()) for name, fill in fills.items()}
+    return {name: float(f"{error:.5g}") for name, error in errors.items()}
 
 
 def biharmonic(x: Tensor, shown: Tensor) -> Tensor:
@@ -201,6 +194,10 @@ def opencv(x: Tensor, shown: Tensor, method: str) -> Tensor:
 def region(shape: str, count: int, images: Tensor, seed: int) -> Tensor:
     """`observed` (count, 1, H, W)."""
     generator = torch.Generator().manual_seed(seed)
+    if shape == "mixed":
+        kinds = torch.randint(len(MIXED), (count,), generator=generator)
+        every = torch.stack([region(kind, count, images, seed) for kind in MIXED])
+        return every[kinds, torch.arange(count)]
     draw = getattr(missing, shape)
     observed: Tensor = draw(count, *images.shape[2:], fraction=FRACTIONS[shape], generator=generator)
     return observed

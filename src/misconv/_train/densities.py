@@ -38,6 +38,7 @@ def density_job(
     mse_epochs: int = 0,
     shape: Callable[..., Tensor] = square,
     fraction: float = 1 / 4,
+    augment: bool = False,
     validation: float = 0.1,
     seed: int = 0,
     clip: float | None = 5.0,
@@ -47,7 +48,7 @@ def density_job(
     check_density_arguments(objective, mse_epochs, fraction, validation)
     seed, batch_size = check_seed("seed", seed), check_size("batch_size", batch_size)
     source = TensorImages(images, observed, fabric, validation=validation, batch_size=batch_size, seed=seed)
-    training = DensityTraining(density, source, Holes(shape, fraction, seed), fabric, objective, mse_epochs)
+    training = DensityTraining(density, source, Holes(shape, fraction, seed, augment), fabric, objective, mse_epochs)
     return training.job(learning_rate=learning_rate, validation=validation, seed=seed, clip=clip)
 
 
