@@ -60,6 +60,7 @@ fuzz: $(VENV)/installed
 docs: $(VENV)/installed
 	$(BIN)/python tools/measure.py
 	$(BIN)/python tools/objectives.py
+	$(BIN)/python tools/calibration.py
 	$(BIN)/python tools/pictures.py
 	$(BIN)/python tools/architectures.py
 	$(BIN)/python tools/speed.py

@@ -29,7 +29,7 @@ def push_pull(x: Tensor, observed: Tensor, *, relaxed: bool = False) -> Tensor:
     while max(value.shape[-2:]) > 1:
         odd = [side % 2 for side in (value.shape[-1], value.shape[-2])]
         value, weight = (F.pad(t, (0, odd[0], 0, odd[1])) for t in (value, weight))
-        total, known = _halve(value * weight), _halve(weight)
+        total, known = _halve(torch.cat([value * weight, weight], 1)).chunk(2, 1)
         value, weight = total / known.clamp_min(1e-12), (4 * known).clamp_max(1)
         levels.append((value, weight))
     filled, _ = levels.pop()

@@ -1,0 +1,195 @@
+"""Write `density.md` and its picture from the records of `benchmarks/density.py`: `make docs` runs this.
+
+    python tools/calibration.py [--results results/density] [--out docs]
+
+Measures nothing itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+ROOT = Path(__file__).parent.parent
+# In this order; others follow by name.
+TITLES = {
+    "mnist": "MNIST, 28 px", "svhn": "SVHN, 32 px", "cifar10": "CIFAR-10, 32 px", "celeba": "CelebA, 64 px",
+    "photos32": "Photographs, crops of 32 px", "photos64": "Photographs, crops of 64 px",
+    "depth": "Synthetic depth maps, 96 px", "scene": "Synthetic scene of 6 bands, crops of 64 px",
+}  # fmt: skip
+SHAPES = {
+    "square": "square, 25 %", "trapezoid": "trapezoid, 50 %", "noise": "noise, 75 %", "stripes": "stripes, 25 %",
+    "free_form": "free form, 25 %",
+}  # fmt: skip
+FILLS = {
+    "nearest": "nearest pixel", "push_pull": "push–pull", "biharmonic": "biharmonic", "telea": "Telea",
+    "navier_stokes": "Navier–Stokes",
+}  # fmt: skip
+COLOURS = {
+    "square": "#c2185b",
+    "trapezoid": "#2b7bba",
+    "noise": "#2a9d5c",
+    "stripes": "#d98324",
+    "free_form": "#777777",
+}
+
+Record = dict[str, Any]
+Row = dict[str, Any]
+
+INTRODUCTION = """# Can the densities be believed?
+
+<!-- Made by tools/calibration.py from results/density/*.json; `make docs` makes it again. -->
+
+`UNetDMFA` was trained by the recipe of `fit_density` on incomplete images, and asked about pixels of test images that
+it never saw. In training one region of every image was missing for good: a square, a trapezoid, noise or stripes,
+whichever came up ("mixed"), or always the shape that is named. Free forms were never learned. For images of your own
+`misconv.assess` gives the same figures.
+
+- **RMSE** of the mean, and of the best fill that learns nothing: nearest pixel, push–pull, biharmonic (scikit-image),
+  Telea and Navier–Stokes (OpenCV), which may be a different one for every line.
+- **claimed / real**: the deviation that the density claims over its RMSE; 1 is right, above it is timid.
+- **inside 50 / 90 %**: the share of hidden pixels in the central interval that should hold 50 and 90 % of them.
+- **layer**: the error of the expected responses of 32 random 3×3 filters with ReLU, over that of the responses to the
+  mean image; below 1 the expectation is worth something.
+- **NLL**: −log density of all hidden pixels of an image together.
+
+![Nominal against measured coverage for every data set and shape](pictures/reliability.png)
+
+*Nominal against measured coverage of central intervals, with three components and rank 4 where that was trained. The
+grey band is ten points wide each way.*
+"""
+
+
+def main() -> None:
+    """Read all records, write the page and its picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=ROOT / "results" / "density")
+    parser.add_argument("--bench", type=Path, default=ROOT / "results" / "bench")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs")
+    options = parser.parse_args()
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in options.results.glob("*.json")}
+    order = sorted(found, key=lambda name: ([*TITLES].index(name) if name in TITLES else len(TITLES), name))
+    records = {name: found[name] for name in order}
+    sections = [section(name, record) for name, record in records.items()]
+    costs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(options.bench.glob("network-*.json"))]
+    sections += [cost(record) for record in costs]
+    (options.out / "density.md").write_text("\n".join([INTRODUCTION, *sections]), encoding="utf-8")
+    draw(records, options.out / "pictures" / "reliability.png")
+
+
+def section(name: str, record: Record) -> str:
+    """One data set: a line for every shape and density, and how it was made."""
+    lines = [
+        f"## {TITLES.get(name, name)}\n",
+        "| learned | tested | K, L | RMSE | best fill | claimed / real | inside 50 / 90 % | layer | NLL |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [line(row, record["fills"]) for row in sorted(record["rows"], key=place)]
+    settings, rows = record["settings"], record["rows"]
+    beyond = max(row["out_of_bounds"] for row in rows)
+    kept = "No mean or variance was" if beyond <= 0 else f"By {beyond:.2g} of the range a mean or variance was"
+    seconds = sum({(row["learned"], row["components"], row["rank"]): row["seconds"] for row in rows}.values())
+    lines.append(
+        f"\n{kept} beyond its bound. {settings['steps']:,} steps of {settings['batch_size']} images"
+        f"{', mirrored and moved' if settings['augment'] else ''}; training {seconds:,.0f} s in all, side by side, on "
+        f"{record['device']}; commit `{record['commit'][:7]}`, torch {record['versions']['torch']}.\n"
+    )
+    return "\n".join(lines)
+
+
+def cost(record: Record) -> str:
+    """What density and converted networks cost on one device."""
+    settings = record["settings"]
+    rank, patch, side, batch = (settings[name] for name in ("rank", "patch", "size", "batch_size"))
+    lines = [
+        f"## What it costs on {record['device']}\n",
+        f"Images of {side}×{side}, {batch} at a time, a square of a quarter missing; `UNetDMFA` with K = "
+        f"{settings['components']}, L = {rank}, `patch={patch}`. Made by `benchmarks/network.py`.\n",
+        "| density | numbers | ms | GFLOP per image | MB in use at most | of these the MFA |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in record["rows"]:
+        if row["network"] == "UNetDMFA":
+            memory = "–" if row["mb"] is None else f"{row['mb']:,.0f}"
+            lines.append(
+                f"| {row['parameters']:,} parameters | {row['mode']} | {row['ms']:.1f} | "
+                f"{row['gflop_per_image']:.2f} | {memory} | {row['out_mb']:,.0f} |"
+            )
+    lines += [
+        "\n| network | | numbers | plain, ms | with density, ms | share of its speed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in record["rows"]:
+        if row["network"] != "UNetDMFA":
+            times = f"{row['plain_ms']:.1f} | {row['converted_ms']:.1f} | {row['plain / converted']:.2f}"
+            lines.append(f"| {row['network']} | {row['kind']} | {row['mode']} | {times} |")
+    return "\n".join(lines) + f"\n\nCommit `{record['commit'][:7]}`, torch {record['versions']['torch']}.\n"
+
+
+def place(row: Row) -> tuple[Any, ...]:
+    """Where a row stands in its table."""
+    return row["learned"], [*SHAPES].index(row["tested"]), row["components"], row["rank"]
+
+
+def line(row: Row, fills: dict[str, dict[str, float]]) -> str:
+    """One row of a table."""
+    name, error = best_fill(row, fills[row["tested"]])
+    learned = row["learned"] if row["learned"] == "mixed" else SHAPES[row["learned"]].split(",")[0]
+    inside = f"{100 * row['coverage_50']:.0f} / {100 * row['coverage_90']:.0f}"
+    return (
+        f"| {learned} | {SHAPES[row['tested']]} | {row['components']}, {row['rank']} | {row['rmse']:.4f} | "
+        f"{error:.4f} {FILLS[name]} | {row['ratio']:.2f} | {inside} | {row['layer']:.3f} | {row['nll_image']:,.0f} |"
+    ).replace("-", "−")
+
+
+def best_fill(row: Row, fills: dict[str, float]) -> tuple[str, float]:
+    """The fill with the least error; those tried on fewer images are scaled by push–pull, which has both."""
+    scale = row["push_pull_rmse"] / fills["push_pull"]
+    errors = {name: scale * error for name, error in fills.items()}
+    errors |= {"nearest": row["nearest_rmse"], "push_pull": row["push_pull_rmse"]}
+    best = min(errors, key=lambda name: errors[name])
+    return best, errors[best]
+
+
+def draw(records: dict[str, Record], path: Path) -> None:
+    """Reliability of every data set."""
+    columns = min(len(records), 4)
+    rows = -(-len(records) // columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(3.1 * columns + 0.6, 3.1 * rows + 0.5), squeeze=False, layout="constrained"
+    )
+    for axis in axes.flat[len(records) :]:
+        axis.set_axis_off()
+    for axis, (name, record) in zip(axes.flat, records.items(), strict=False):
+        panel(axis, name, record)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3 if columns == 1 else len(labels), frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def panel(axis: Axes, name: str, record: Record) -> None:
+    """One data set: a line for every shape that was tested."""
+    axis.plot([0, 100], [0, 100], color="#bbbbbb", linewidth=1)
+    axis.fill_between([0, 100], [-10, 90], [10, 110], color="#f0f0f0", linewidth=0)
+    likest = max(record["rows"], key=lambda row: (row["components"] == 3, row["rank"] == 4, row["learned"] == "mixed"))
+    for row in record["rows"]:
+        if all(row[key] == likest[key] for key in ("components", "rank", "learned")):
+            level, share = zip(*row["calibration"], strict=True)
+            colour, title = COLOURS[row["tested"]], SHAPES[row["tested"]].split(",")[0]
+            axis.plot([100 * v for v in level], [100 * v for v in share], color=colour, linewidth=1.6, label=title)
+    axis.set(title=TITLES.get(name, name).replace("crops of ", ""), xlim=(0, 100), ylim=(0, 100), aspect="equal")
+    axis.set(xlabel="nominal, %", ylabel="measured, %", xticks=[0, 50, 90], yticks=[0, 50, 90])
+
+
+if __name__ == "__main__":
+    main()
