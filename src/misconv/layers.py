@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,9 @@ from misconv._checks import describe
 from misconv._conv import (
     Affine,
     Convolution,
+    batch_norm_affine,
     batch_norm_moments,
+    batch_statistics,
     check_layer,
     check_placed,
     fixed_batch_norm,
@@ -135,8 +138,14 @@ class MisConv2d(nn.Conv2d):
         if isinstance(norm, nn.Module) and norm.running_mean is not None:
             check_placed("norm", norm.running_mean, "weight", conv.weight)  # type: ignore[arg-type]  # a tensor
         if isinstance(norm, _BATCH_NORMS) and (norm.training or norm.running_mean is None):
-            mean, variance = _normalize(norm, p, *moments(p, conv))
-            return mix_expectations(p, self.activation, mean, variance, incomplete_windows(p, conv))
+            options = _batch_options(norm)
+            statistics = batch_statistics(p, conv)
+            if statistics is not None:
+                number = len(p) * math.prod(conv.size(p.shape[-2:]))
+                affine = batch_norm_affine(number, *statistics, **options)
+                return respond(p, conv, affine, self.activation)
+            moved = batch_norm_moments(*moments(p, conv), p.weights, training=norm.training, **options)
+            return mix_expectations(p, self.activation, *moved, incomplete_windows(p, conv))
         return respond(p, conv, None if norm is None else _fixed(norm), self.activation)
 
     def extra_repr(self) -> str:
@@ -231,27 +240,23 @@ def _fixed(norm: Any) -> Affine:
     return Affine(norm, coefficients)
 
 
-def _normalize(norm: Any, p: MFA, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """What the normalization's own `forward` does with the statistics of a batch, for moments."""
+def _batch_options(norm: Any) -> dict[str, Any]:
+    """What the normalization's own `forward` hands on where it takes the statistics of a batch."""
     momentum = norm.momentum or 0.0
     tracks = norm.training and norm.track_running_stats
     if tracks and norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
         if norm.momentum is None:
             momentum = 1.0 / float(norm.num_batches_tracked)
-    return batch_norm_moments(
-        mean,
-        variance,
-        p.weights,
-        norm.running_mean if tracks else None,
-        norm.running_var if tracks else None,
-        norm.weight,
-        norm.bias,
-        training=norm.training,
-        momentum=momentum,
-        eps=norm.eps,
-        process_group=sync_group(norm),
-    )
+    return {
+        "running_mean": norm.running_mean if tracks else None,
+        "running_var": norm.running_var if tracks else None,
+        "weight": norm.weight,
+        "bias": norm.bias,
+        "momentum": momentum,
+        "eps": norm.eps,
+        "process_group": sync_group(norm),
+    }
 
 
 def _check_norm(norm: Any, channels: int) -> None:

@@ -1,15 +1,24 @@
 """Convolutions of random images: one value for a convolution, its checks, its normalization, its paths."""
 
-from misconv._conv.batch_norm import Affine, batch_norm_moments, fixed_batch_norm, normalized, sync_group
+from misconv._conv.batch_norm import (
+    Affine,
+    batch_norm_affine,
+    batch_norm_moments,
+    fixed_batch_norm,
+    normalized,
+    sync_group,
+)
 from misconv._conv.checks import check_flag, check_geometry, check_layer, check_placed, check_weight, check_windows
 from misconv._conv.convolution import Convolution
-from misconv._conv.dispatch import moments, respond
+from misconv._conv.dispatch import batch_statistics, moments, respond
 from misconv._conv.plain import incomplete_windows, mix_expectations, pad_images
 
 __all__ = [
     "Affine",
     "Convolution",
+    "batch_norm_affine",
     "batch_norm_moments",
+    "batch_statistics",
     "check_flag",
     "check_geometry",
     "check_layer",

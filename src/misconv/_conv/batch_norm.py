@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from misconv._backend import is_eager
 from misconv._conv.checks import check_batch_norm
 
-__all__ = ["Affine", "batch_norm_moments", "first_response", "fixed_batch_norm", "normalized", "sync_group"]
+__all__ = [
+    "Affine",
+    "batch_norm_affine",
+    "batch_norm_moments",
+    "first_response",
+    "fixed_batch_norm",
+    "normalized",
+    "sync_group",
+]
 
 _OVER = (0, 1, 3, 4)  # all dimensions of (B, K, O, H', W') but the channels
 
@@ -83,18 +91,9 @@ def batch_norm_moments(
     if not training and running_mean is not None and running_var is not None:
         return normalized(fixed_batch_norm(running_mean, running_var, weight, bias, eps), mean, variance)
     batch = _statistics(mean, variance, weights)
-    count, center, total = float(batch.number), batch.center, batch.total
-    if process_group is not None:
-        count, center, total = _over_processes(process_group, batch)
-    if count <= 1:
-        raise ValueError(
-            "training needs more than one value per channel to normalize over, "
-            f"got one image with a response of 1×1, mean of shape {tuple(mean.shape)}"
-        )
-    if running_mean is not None and running_var is not None:
-        with torch.no_grad():
-            running_mean.lerp_(center.to(running_mean.dtype), momentum)
-            running_var.lerp_((total * (count / (count - 1))).to(running_var.dtype), momentum)
+    center, total = _tracked(
+        batch.number, batch.center, batch.total, running_mean, running_var, momentum, process_group
+    )
     scale = (torch.rsqrt(total + eps) * (1 if weight is None else weight)).view(-1, 1, 1)
     offset = center.new_zeros(()) if bias is None else bias.view(-1, 1, 1)
     if process_group is not None:
@@ -106,6 +105,59 @@ def batch_norm_moments(
         plain = F.batch_norm(first_response(mean), None, None, weight, bias, True, 0.0, eps).unsqueeze(1)
         normed = plain + (plain - offset) * (ratio - 1) + batch.apart * scale
     return normed.to(mean.dtype), variance * scale.square()
+
+
+def batch_norm_affine(
+    number: int,
+    center: Tensor,
+    total: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    process_group: Any = None,
+) -> Affine:
+    """Batch normalization in training where the statistics of the batch are known: an affine map for each channel.
+
+    Args:
+        number: of responses of a channel.
+        center, total: (O,), their mean and variance, as in `batch_norm_moments`. So are the other arguments.
+    """
+    center, total = _tracked(number, center, total, running_mean, running_var, momentum, process_group)
+    slope = torch.rsqrt(total + eps) * (1 if weight is None else weight)
+    offset = (0 if bias is None else bias) - center * slope
+
+    def apply(response: Tensor) -> Tensor:
+        return (response * slope.view(-1, 1, 1) + offset.view(-1, 1, 1)).to(response.dtype)
+
+    return Affine(apply, lambda: (slope, offset))
+
+
+def _tracked(
+    number: int,
+    center: Tensor,
+    total: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    process_group: Any,
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance of a batch, over all processes if there are several; running statistics follow them."""
+    count = float(number)
+    if process_group is not None:
+        count, center, total = _over_processes(process_group, number, center, total)
+    if count <= 1:
+        raise ValueError(
+            "training needs more than one value per channel to normalize over, got one image with a response of 1×1"
+        )
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            running_mean.lerp_(center.to(running_mean.dtype), momentum)
+            running_var.lerp_((total * (count / (count - 1))).to(running_var.dtype), momentum)
+    return center, total
 
 
 def first_response(mean: Tensor) -> Tensor:
@@ -164,10 +216,10 @@ def sync_group(norm: nn.Module) -> Any:
     return group if dist.get_world_size(group) > 1 else None
 
 
-def _over_processes(group: Any, batch: _Batch) -> tuple[float, Tensor, Tensor]:
+def _over_processes(group: Any, held: int, center: Tensor, total: Tensor) -> tuple[float, Tensor, Tensor]:
     """Number of values, mean and variance of the union of all batches, from those of each."""
-    center, total, wide, channels = batch.center, batch.total, torch.float64, len(batch.center)
-    own = torch.cat([center.to(wide), total.to(wide), center.new_full((1,), batch.number, dtype=wide)])
+    wide, channels = torch.float64, len(center)
+    own = torch.cat([center.to(wide), total.to(wide), center.new_full((1,), held, dtype=wide)])
     rows = own.new_zeros(dist.get_world_size(group), 2 * channels + 1)
     rows = rows.index_copy(0, torch.tensor([dist.get_rank(group)], device=own.device), own.unsqueeze(0))
     centers, totals, counts = _Sum.apply(group, rows).split([channels, channels, 1], 1)  # (processes, O), …, 1

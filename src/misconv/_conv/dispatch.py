@@ -18,7 +18,7 @@ from misconv._conv.convolution import Convolution
 from misconv._math import Activation
 from misconv.mfa import MFA
 
-__all__ = ["moments", "plain_path", "respond"]
+__all__ = ["batch_statistics", "moments", "plain_path", "plain_squares", "respond"]
 
 
 def respond(p: MFA, conv: Convolution, norm: Affine | None, activation: Activation) -> Tensor:
@@ -52,11 +52,48 @@ def plain_path(conv: Convolution, activation: Activation) -> Callable[..., Tenso
     """
 
     def respond(*tensors: Any) -> Tensor:
-        logits, means, factors, noise, observed, weight, bias = tensors
-        p = MFA(logits, means, factors, noise, observed, check=False)
-        return plain.expected_response(p, conv.replace(weight, bias), None, activation)
+        p, filters = _unpacked(conv, *tensors)
+        return plain.expected_response(p, filters, None, activation)
 
     return respond
+
+
+def batch_statistics(p: MFA, conv: Convolution) -> tuple[Tensor, Tensor] | None:
+    """Mean and variance (O,) of all responses of a batch, where a fused kernel finds them without writing responses."""
+    check_mfa(p)
+    check_geometry(*conv.geometry)
+    if not (p.means.is_cuda and HAS_TRITON) or is_plain():
+        return None
+    from misconv._triton import batch_statistics as fused_statistics
+
+    return fused_statistics(p, conv, plain_squares(conv))
+
+
+def plain_squares(conv: Convolution) -> Callable[..., Tensor]:
+    """(logits, means, factors, noise, observed, weight, bias) -> Σ E[z²] of each channel, by the plain formulas."""
+
+    def squares(*tensors: Any) -> Tensor:
+        p, filters = _unpacked(conv, *tensors)
+        mean, variance = plain.moments(p, filters)
+        shares = p.weights[..., None, None, None]
+        return (shares * (mean.square() + variance)).sum((0, 1, 3, 4))
+
+    return squares
+
+
+def _unpacked(
+    conv: Convolution,
+    logits: Tensor,
+    means: Tensor,
+    factors: Tensor,
+    noise: Tensor,
+    observed: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> tuple[MFA, Convolution]:
+    """What the kernels were given; they take filters in float32 beside images in half precision."""
+    logits, means, factors, noise = (t.to(weight.dtype) for t in (logits, means, factors, noise))
+    return MFA(logits, means, factors, noise, observed, check=False), conv.replace(weight, bias)
 
 
 def moments(p: MFA, conv: Convolution) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from misconv._conv import (
     Affine,
     Convolution,
+    batch_norm_affine,
     batch_norm_moments,
+    batch_statistics,
     fixed_batch_norm,
     incomplete_windows,
     mix_expectations,
@@ -227,11 +229,31 @@ def batch_norm(
     if not training and running_mean is not None and running_var is not None:
         return response.then(fixed_batch_norm(running_mean, running_var, weight, bias, eps))
     statistics = (running_mean, running_var, weight, bias)
+    found = _fused_statistics(response)
+    if found is not None:
+        affine = batch_norm_affine(*found, *statistics, momentum=momentum, eps=eps, **more)
+        return response.then(affine)
     shares = response.convolution.p.weights
     moments = batch_norm_moments(
         *response.now(), shares, *statistics, training=training, momentum=momentum, eps=eps, **more
     )
     return replace(response, moments=moments, norm=None, steps=response.steps + 1)
+
+
+def _fused_statistics(response: Response) -> tuple[int, Tensor, Tensor] | None:
+    """How many responses a channel has, and their mean and variance (O,), where a kernel finds these by itself."""
+    convolution = response.convolution
+    if response.moments is not None or convolution.distinct is not None:
+        return None
+    found = batch_statistics(convolution.p, convolution.conv)
+    if found is None:
+        return None
+    center, total = found
+    if response.norm is not None:
+        slope, offset = response.norm.coefficients()
+        center, total = center * slope + offset, total * slope.square()
+    batch, _, rows, columns = convolution.size
+    return batch * rows * columns, center, total
 
 
 def operate(

@@ -133,6 +133,8 @@ def activation(m, ACTIVATION: tl.constexpr, low, high):
         e = tl.exp(-tl.abs(m))
         s = tl.where(m > 0, 1.0, e) / (1.0 + e)
         value, slope = m * s, s * (1.0 + m * (1.0 - s))
+    elif ACTIVATION == "square":
+        value, slope = m * m, 2.0 * m
     else:
         value, slope = m, tl.full(m.shape, 1.0, tl.float32)
     return value, slope
@@ -156,6 +158,8 @@ def expected(m, v, ACTIVATION: tl.constexpr, low, high):
         value, _, _ = _step_times_x(m, v, 1.0)
     elif ACTIVATION == "silu":
         value, _, _ = _silu(m, v)
+    elif ACTIVATION == "square":
+        value = m * m + v
     else:
         value = m
     return value
@@ -177,6 +181,8 @@ def slopes(m, v, ACTIVATION: tl.constexpr, low, high):
         _, by_m, by_v = _step_times_x(m, v, 1.0)
     elif ACTIVATION == "silu":
         _, by_m, by_v = _silu(m, v)
+    elif ACTIVATION == "square":
+        by_m, by_v = 2.0 * m, tl.full(m.shape, 1.0, tl.float32)
     else:
         by_m, by_v = tl.full(m.shape, 1.0, tl.float32), tl.zeros_like(m)
     return by_m, by_v

@@ -30,7 +30,17 @@ if TYPE_CHECKING:
     from misconv._conv import Affine, Convolution
     from misconv.mfa import MFA
 
-__all__ = ["expected_conv2d", "respond"]
+__all__ = [
+    "SETTINGS",
+    "TENSORS",
+    "PlainPath",
+    "expected_conv2d",
+    "find_plan",
+    "pack",
+    "plain_backward",
+    "respond",
+    "unpack",
+]
 
 PlainPath = Callable[..., Tensor]
 _Shape = tuple[int, ...]
@@ -48,6 +58,23 @@ def respond(
         plain_path: (logits, means, factors, noise, observed, weight, bias) -> the same by the plain formulas, where
             weight and bias hold the normalization; for derivatives of derivatives.
     """
+    function = _kernel_of_name(activation) if type(activation) is str else _kernel_of(activation)
+    plan = find_plan(p, conv, norm is not None, function)
+    if plan is None:
+        return None
+    weight, bias = conv.weight, conv.bias
+    if norm is not None:
+        weight, bias = _with_norm(weight, bias, norm)
+    density = (p.logits, p.means, p.factors, p.noise)
+    if torch.compiler.is_compiling():
+        packed = pack(plan.settings)
+        result: Tensor = torch.ops.misconv.expected_conv2d(*density, p.observed, weight, bias, *packed)
+        return result
+    return expected_conv2d(plan, plain_path, *density, p.observed, weight, bias)
+
+
+def find_plan(p: MFA, conv: Convolution, has_norm: bool, function: tuple[str, float, float] | None) -> Plan | None:
+    """The plan for what is to be computed; None where the kernels cannot serve, and a line in the log."""
     weight, bias = conv.weight, conv.bias
     stride, padding, dilation, groups, padding_mode = conv.geometry
     if not isinstance(weight, Tensor) or not (bias is None or isinstance(bias, Tensor)):
@@ -72,39 +99,33 @@ def respond(
         weight.shape,
         weight.dtype,
         weight.device,
-        norm is not None,
+        has_norm,
         None if bias is None else (bias.shape, bias.dtype, bias.device),
         tuple(stride) if isinstance(stride, list) else stride,
         tuple(padding) if isinstance(padding, list) else padding,
         tuple(dilation) if isinstance(dilation, list) else dilation,
         groups,
         padding_mode,
-        _kernel_of_name(activation) if type(activation) is str else _kernel_of(activation),
+        function,
         *_precision(weight.dtype),
     )
     if not isinstance(plan, Plan):
         if plan is not None and not compiling:  # logging cannot be traced
             warn_plain_path(plan)
         return None
-    if norm is not None:
-        weight, bias = _with_norm(weight, bias, norm)
     density = (p.logits, p.means, p.factors, p.noise)
     if torch.are_deterministic_algorithms_enabled() and any(t.requires_grad for t in density):
         if not compiling:
             warn_plain_path("deterministic algorithms are asked for, and it adds up gradients of pixels in any order")
         return None
-    if compiling:
-        result: Tensor = torch.ops.misconv.expected_conv2d(*density, observed, weight, bias, *_packed(plan.settings))
-        return result
-    return expected_conv2d(plan, plain_path, *density, observed, weight, bias)
+    return plan
 
 
 def _with_norm(weight: Tensor, bias: Tensor | None, norm: Affine) -> tuple[Tensor, Tensor]:
-    """An affine map of the response is one of weights and bias."""
-    slope, offset = norm.coefficients()
-    weight = weight * slope.to(weight.dtype).view(-1, 1, 1, 1)
-    offset = offset.to(weight.dtype)
-    return weight, offset.expand(weight.shape[0]) if bias is None else bias * slope.to(weight.dtype) + offset
+    """An affine map of the response is one of weights and bias; in float32, which the kernels take beside any type."""
+    slope, offset = (t.float() for t in norm.coefficients())
+    folded = weight.float() * slope.view(-1, 1, 1, 1)
+    return folded, offset.expand(weight.shape[0]) if bias is None else bias.float() * slope + offset
 
 
 @lru_cache(4096)
@@ -242,14 +263,14 @@ class _Expected(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needed = (*ctx.needs_input_grad[2:6], *ctx.needs_input_grad[7:9])
         if torch.is_grad_enabled():  # derivatives of this derivative are left to the plain path
-            found = _plain_backward(ctx.plain_path, needed, grad, *ctx.saved_tensors)
+            found = plain_backward(ctx.plain_path, needed, grad, *ctx.saved_tensors)
         else:
             found = list(backward(ctx.plan, needed, grad, *ctx.saved_tensors))
         *density, weight, bias = found
         return (None, None, *density, None, weight, bias)
 
 
-def _plain_backward(
+def plain_backward(
     plain_path: PlainPath, needed: tuple[bool, ...], grad: Tensor, *tensors: Tensor | None
 ) -> list[Tensor | None]:
     """The same gradients by torch's own differentiation, which can be differentiated again."""
@@ -260,11 +281,13 @@ def _plain_backward(
     return [next(found) if asked and t is not None else None for t, asked in zip(inputs, needed, strict=True)]
 
 
-def _packed(s: Settings) -> tuple[Any, ...]:
+def pack(s: Settings) -> tuple[Any, ...]:
+    """Settings as the arguments of an operator."""
     return [*s.stride, *s.corner, *s.dilation, *s.size], s.groups, s.activation, s.low, s.high, s.precision, s.dtype
 
 
-def _unpacked(tensors: Any, numbers: list[int], *rest: Any) -> Plan:
+def unpack(tensors: Any, numbers: list[int], *rest: Any) -> Plan:
+    """The plan for the arguments of an operator."""
     a, b, c, d, e, f, g, h = numbers
     _, means, factors, _, observed, weight, bias = tensors
     planes = None if observed is None else observed.shape[1]
@@ -281,13 +304,13 @@ def _cached_plan(types: Any, *arguments: Any) -> Plan:
     return Plan(*arguments)
 
 
-_TENSORS = "Tensor logits, Tensor means, Tensor factors, Tensor noise, Tensor? observed, Tensor weight, Tensor? bias"
-_SETTINGS = "SymInt[] numbers, int groups, str activation, float low, float high, str precision, ScalarType dtype"
+TENSORS = "Tensor logits, Tensor means, Tensor factors, Tensor noise, Tensor? observed, Tensor weight, Tensor? bias"
+SETTINGS = "SymInt[] numbers, int groups, str activation, float low, float high, str precision, ScalarType dtype"
 
 
-@torch.library.custom_op("misconv::expected_conv2d", mutates_args=(), schema=f"({_TENSORS}, {_SETTINGS}) -> Tensor")
+@torch.library.custom_op("misconv::expected_conv2d", mutates_args=(), schema=f"({TENSORS}, {SETTINGS}) -> Tensor")
 def _operator(*arguments: Any) -> Tensor:
-    return forward(_unpacked(arguments[:7], *arguments[7:]), *arguments[:7])
+    return forward(unpack(arguments[:7], *arguments[7:]), *arguments[:7])
 
 
 @_operator.register_fake
@@ -301,11 +324,11 @@ def _(*arguments: Any) -> Tensor:
 @torch.library.custom_op(
     "misconv::expected_conv2d_backward",
     mutates_args=(),
-    schema=f"(Tensor grad, {_TENSORS}, {_SETTINGS}, bool[] needed) -> Tensor[]",
+    schema=f"(Tensor grad, {TENSORS}, {SETTINGS}, bool[] needed) -> Tensor[]",
 )
 def _backward_operator(*arguments: Any) -> list[Tensor]:
     grad, *tensors = arguments[:8]
-    found = backward(_unpacked(tensors, *arguments[8:-1]), tuple(arguments[-1]), grad, *tensors)
+    found = backward(unpack(tensors, *arguments[8:-1]), tuple(arguments[-1]), grad, *tensors)
     return [t.clone() for t in found if t is not None]  # weight and bias share memory, which an operator must not
 
 

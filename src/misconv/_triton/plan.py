@@ -15,8 +15,9 @@ from torch import Tensor
 from misconv._triton.backward import backward_kernel
 from misconv._triton.forward import forward_kernel
 from misconv._triton.launch import Launch, dense, power
+from misconv._triton.squares import squares_kernel
 
-__all__ = ["Plan", "Settings", "backward", "box_is_small", "forward", "is_channels_last"]
+__all__ = ["Plan", "Settings", "backward", "box_is_small", "forward", "is_channels_last", "squares"]
 
 _Shape = tuple[int, ...]
 
@@ -43,14 +44,14 @@ class _Tiling(NamedTuple):
     taps: int  # of a window at a time
     stack: int  # factors at a time
     options: dict[str, int]  # of the compiler
-    programs: int = 0  # on each multiprocessor, in the backward pass
+    programs: int = 0  # on each multiprocessor, where a program has many tiles
 
 
 # By whether windows are small; backward also by whether gradients of pixels are asked for.
 _SMALL = 32  # taps
 _FORWARD = {
-    True: _Tiling(64, 32, 1, {"num_warps": 4, "maxnreg": 128}),
-    False: _Tiling(64, 32, 1, {"num_warps": 4}),
+    True: _Tiling(64, 32, 1, {"num_warps": 4, "maxnreg": 128}, 4),
+    False: _Tiling(64, 32, 1, {"num_warps": 4}, 4),
 }
 _BACKWARD = {
     (True, False): _Tiling(64, 32, 1, {"num_warps": 4, "maxnreg": 168}, 3),
@@ -81,6 +82,24 @@ def forward(
     seen, offset = means if observed is None else observed, weight if bias is None else bias
     launch(*dense(logits, means, factors, noise, seen, weight, offset), table, out)
     return out
+
+
+def squares(
+    plan: Plan,
+    logits: Tensor,
+    means: Tensor,
+    factors: Tensor,
+    noise: Tensor,
+    observed: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+) -> Tensor:
+    """The sum of the expected squares of all responses of each channel, (O,), in float32."""
+    launch, table, programs = plan.squares
+    sums = torch.empty((programs, weight.shape[0]), dtype=torch.float32, device=plan.device)
+    seen = means if observed is None else observed
+    launch(*dense(logits, means, factors, noise, seen, weight, bias), table, sums)
+    return sums.sum(0, dtype=torch.float64).float()
 
 
 def backward(
@@ -125,8 +144,9 @@ def backward(
     elif by_logits:
         sums = torch.zeros_like(logits)
     found = [sums, *pixels, weights.reshape(weight.shape), biases]
-    if weight.dtype != float32:
-        found = [t.to(weight.dtype) for t in found]
+    types = [means.dtype] * 4 + [weight.dtype, offset.dtype]
+    if any(kind != float32 for kind in types):
+        found = [t.to(kind) for t, kind in zip(found, types, strict=True)]
     return tuple([t if need else None for t, need in zip(found, needed, strict=True)])
 
 
@@ -221,6 +241,22 @@ class Plan:
         launch = Launch(forward_kernel, self.device, grid, arguments, num_stages=1, **tiling.options)
         return launch, table, strides
 
+    @cached_property
+    def squares(self) -> tuple[Launch, Tensor, int]:
+        """The launch, its table of taps, and the number of programs."""
+        s, batch, tiling = self.settings, self.means[0], _FORWARD[self.small]
+        (across, tiles), parts, _, constants, table = self._tiles(tiling)
+        programs = self._programs(tiling, batch * tiles, parts)
+        arguments = (batch, *self.means[3:], *s.size, across, tiles, *constants)
+        launch = Launch(squares_kernel, self.device, (programs, parts, 1), arguments, num_stages=1, **tiling.options)
+        return launch, table, programs
+
+    def _programs(self, tiling: _Tiling, tiles: int, parts: int) -> int:
+        """As many as run at a time, if there is work for them."""
+        cuda = self.device.type == "cuda"
+        cores = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 2
+        return max(1, min(tiles, tiling.programs * cores // parts))
+
     def backward(self, strides: _Shape, needed: tuple[bool, ...]) -> tuple[Any, ...]:
         """The launch, its table of taps, the number of programs, and what `_tiles` says of blocks."""
         found = self._backward.get((strides, needed))
@@ -228,9 +264,7 @@ class Plan:
             return found
         s, batch, tiling = self.settings, self.means[0], _BACKWARD[self.small, any(needed[2:])]
         (across, tiles), parts, blocks, constants, table = self._tiles(tiling)
-        cuda = self.device.type == "cuda"
-        cores = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 2
-        programs = max(1, min(batch * tiles, tiling.programs * cores // parts))
+        programs = self._programs(tiling, batch * tiles, parts)
         numbers = (batch, *self.means[3:], *s.size, across, tiles, *strides, s.low, s.high)
         grid, arguments = (programs, parts, 1), (*numbers, *constants, *needed)
         launch = Launch(backward_kernel, self.device, grid, arguments, num_stages=1, **tiling.options)

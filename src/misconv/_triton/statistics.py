@@ -1,0 +1,117 @@
+"""Mean and variance of all responses of a batch, for batch normalization in training, without writing any of them.
+
+The mean of the responses is the response to the mean of all windows, which is small. The variance is the mean of
+E[(z − mean)²], with z² for an activation of the fused kernels; its gradients are theirs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from misconv._triton.operator import SETTINGS, TENSORS, PlainPath, find_plan, pack, plain_backward, unpack
+from misconv._triton.plan import Plan, backward, squares
+
+if TYPE_CHECKING:
+    from misconv._conv import Convolution
+    from misconv.mfa import MFA
+
+__all__ = ["batch_statistics"]
+
+
+def batch_statistics(p: MFA, conv: Convolution, plain_path: PlainPath) -> tuple[Tensor, Tensor] | None:
+    """Mean and variance (O,) of the responses over images, places, components and all that missing pixels may be.
+
+    Args:
+        plain_path: (logits, means, factors, noise, observed, weight, bias) -> Σ E[z²] (O,) by the plain formulas, for
+            derivatives of derivatives.
+
+    Returns:
+        In float32 and differentiable; None where the kernels cannot serve, and a line in the log.
+    """
+    plan = find_plan(p, conv, True, ("square", 0.0, 0.0))
+    if plan is None:
+        return None
+    middle = _mean_response(p, conv, plan)
+    tensors = (p.logits, p.means, p.factors, p.noise, p.observed, conv.weight.float(), -middle)
+    if torch.compiler.is_compiling():
+        total = torch.ops.misconv.expected_squares(*tensors, *pack(plan.settings))
+    elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        total = _Squares.apply(plan, plain_path, *tensors)
+    else:
+        total = squares(plan, *tensors)
+    batch, _, rows, columns = plan.shape
+    return middle if conv.bias is None else middle + conv.bias.float(), total / (batch * rows * columns)
+
+
+def _mean_response(p: MFA, conv: Convolution, plan: Plan) -> Tensor:
+    """The mean over images and places (O,), without the bias: the response to the mean of all windows."""
+    # The mean of every window in float64: a mean far from zero must not spoil the variance.
+    shares = p.weights.double()
+    if shares.shape[1] == 1:
+        image = p.means[:, 0].sum(0, dtype=torch.float64)
+    else:
+        image = torch.einsum("bk,bkchw->chw", shares, p.means.double())
+    padded = F.pad(image.unsqueeze(0), conv.margins)
+    windows = F.unfold(padded, conv.kernel, conv.dilations, 0, conv.strides).sum((0, 2))  # (C · kh · kw,)
+    batch, out, rows, columns = plan.shape
+    weight = conv.weight.double().view(conv.groups, out // conv.groups, -1)
+    response = torch.einsum("got,gt->go", weight, windows.view(conv.groups, -1)).flatten()
+    return (response / (batch * rows * columns)).float()
+
+
+class _Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        ctx.plan, ctx.plain_path, *tensors = arguments
+        ctx.save_for_backward(*tensors)
+        return squares(ctx.plan, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needed = (*ctx.needs_input_grad[2:6], *ctx.needs_input_grad[7:9])
+        if torch.is_grad_enabled():
+            found = plain_backward(ctx.plain_path, needed, grads[0], *ctx.saved_tensors)
+        else:
+            found = list(backward(ctx.plan, needed, _spread(grads[0], ctx.plan), *ctx.saved_tensors))
+        *density, weight, bias = found
+        return (None, None, *density, None, weight, bias)
+
+
+def _spread(grad: Tensor, plan: Plan) -> Tensor:
+    """Every response has its share in the sum; nothing is written for it."""
+    return grad.view(1, -1, 1, 1).expand(plan.shape)
+
+
+# In compiled graphs ------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("misconv::expected_squares", mutates_args=(), schema=f"({TENSORS}, {SETTINGS}) -> Tensor")
+def _operator(*arguments: Any) -> Tensor:
+    return squares(unpack(arguments[:7], *arguments[7:]), *arguments[:7])
+
+
+@_operator.register_fake
+def _(*arguments: Any) -> Tensor:
+    weight: Tensor = arguments[5]
+    return weight.new_empty(weight.shape[0], dtype=torch.float32)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:7])
+    ctx.settings = inputs[7:]
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    needed = [*ctx.needs_input_grad[:4], *ctx.needs_input_grad[5:7]]
+    means, weight, numbers = ctx.saved_tensors[1], ctx.saved_tensors[5], ctx.settings[0]
+    spread = grad.view(1, -1, 1, 1).expand(means.shape[0], weight.shape[0], *numbers[6:])
+    found = iter(torch.ops.misconv.expected_conv2d_backward(spread, *ctx.saved_tensors, *ctx.settings, needed))
+    *density, by_weight, by_bias = [next(found) if asked else None for asked in needed]
+    return (*density, None, by_weight, by_bias, *(None for _ in ctx.settings))
+
+
+_operator.register_autograd(_differentiate, setup_context=_keep)

@@ -1,0 +1,233 @@
+"""Batch normalization in training by fused kernels, against the plain formulas in float64; in Triton's interpreter too."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import misconv
+from misconv import MFA, MisConv2d, missing
+from misconv._conv import Convolution, batch_norm_affine, batch_norm_moments, incomplete_windows, mix_expectations
+from misconv._conv.dispatch import moments, plain_path, plain_squares
+
+pytest.importorskip("triton")
+
+from misconv import _triton
+from tests.test_triton import BOUND, TF32_BOUND, error, layer, small_work  # noqa: F401  # the last one is a fixture
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"padding": 1}),
+    ({"components": 3, "rank": 0}, {}),
+    ({"rank": 5, "components": 2, "has_bias": False}, {"stride": 2, "padding": (1, 0)}),
+    ({"channels": 4, "out": 6, "groups": 2, "seen": "each"}, {"padding": "same", "groups": 2}),
+    ({"kernel": 2, "seen": "nothing"}, {"dilation": (1, 2)}),
+]
+
+
+def leaves_of(leaves: list[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
+    return [None if t is None else t.to(dtype).detach().requires_grad_() for t in leaves]
+
+
+def mfa_of(leaves: list[Any], observed: Tensor | None) -> MFA:
+    logits, means, factors, noise, x, _, _ = leaves
+    p = MFA(logits, means, factors, noise, check=False)
+    return p if observed is None else p.fix(x, observed)
+
+
+def convolution(leaves: list[Any], options: dict[str, Any]) -> Convolution:
+    return Convolution(leaves[5], leaves[6], **options)
+
+
+def statistics(p: MFA, conv: Convolution, fused: bool) -> tuple[Tensor, Tensor]:
+    """Mean and variance of all responses of each channel."""
+    if fused:
+        found = _triton.batch_statistics(p, conv, plain_squares(conv))
+        assert found is not None
+        return found
+    with misconv.plain():
+        mean, variance = moments(p, conv)
+    shares = p.weights[..., None, None, None]
+    number = mean[:, 0, 0].numel()
+    center = (shares * mean).sum((0, 1, 3, 4)) / number
+    spread = (mean - center.view(-1, 1, 1)).square() + variance
+    return center, (shares * spread).sum((0, 1, 3, 4)) / number
+
+
+@pytest.mark.parametrize(("shape", "options"), CASES)
+def test_mean_variance_and_their_gradients(shape: dict[str, Any], options: dict[str, Any]) -> None:
+    start, observed = layer(**shape)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(2)
+    found = []
+    for dtype, fused in ((torch.float32, True), (torch.float64, False)):
+        leaves = leaves_of(start, dtype)
+        center, total = statistics(mfa_of(leaves, observed), convolution(leaves, options), fused)
+        upstream = torch.randn(2, len(center), generator=generator.manual_seed(2), dtype=torch.float64).to(dtype)
+        wanted = [t for t in leaves if t is not None]
+        gradients = torch.autograd.grad(
+            (center * upstream[0] + total * upstream[1]).sum(), wanted, materialize_grads=True
+        )
+        found.append((center.detach(), total.detach(), *gradients))
+    for ours, theirs in zip(*found, strict=True):
+        assert error(ours, theirs) < 2 * BOUND or theirs.norm() < 1e-9
+
+
+def test_a_mean_far_from_zero_does_not_spoil_the_variance() -> None:
+    start, observed = layer(seen="nothing")
+    start[1] = start[1] + 1000.0  # type: ignore[operator]
+    start[5] = start[5] - start[5].mean((1, 2, 3), keepdim=True)  # type: ignore[union-attr, operator]  # edges
+    found = []
+    for dtype, fused in ((torch.float32, True), (torch.float64, False)):
+        leaves = leaves_of(start, dtype)
+        found.append(statistics(mfa_of(leaves, observed), convolution(leaves, {}), fused))
+    assert error(found[0][1].detach(), found[1][1].detach()) < 2e-4  # float32 cannot hold more of the pixels
+
+
+@pytest.mark.parametrize(("shape", "options"), CASES[:3])
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_batch_normalization_and_all_gradients(shape: dict[str, Any], options: dict[str, Any], activation: str) -> None:
+    """Statistics, normalization and activation as the layer composes them; running statistics too."""
+    start, observed = layer(**shape)
+    found = []
+    for dtype, fused in ((torch.float32, True), (torch.float64, False)):
+        leaves = leaves_of(start, dtype)
+        p, conv = mfa_of(leaves, observed), convolution(leaves, options)
+        out = conv.weight.shape[0]
+        slope, offset = (torch.linspace(low, 2, out, dtype=dtype).requires_grad_() for low in (0.5, -1))
+        running = {"running_mean": torch.zeros(out, dtype=dtype), "running_var": torch.ones(out, dtype=dtype)}
+        vectors = {**running, "weight": slope, "bias": offset, "momentum": 0.3, "eps": 1e-3}
+        if fused:
+            number = len(p) * conv.size(p.shape[-2:])[0] * conv.size(p.shape[-2:])[1]
+            norm = batch_norm_affine(number, *statistics(p, conv, True), **vectors)  # type: ignore[arg-type]
+            y = _triton.respond(p, conv, norm, activation, plain_path(conv, activation))
+            assert y is not None
+        else:
+            with misconv.plain():
+                moved = batch_norm_moments(*moments(p, conv), p.weights, training=True, **vectors)  # type: ignore[arg-type]
+                y = mix_expectations(p, activation, *moved, incomplete_windows(p, conv))
+        upstream = torch.randn(y.shape, generator=torch.Generator(y.device).manual_seed(1), dtype=torch.float64)
+        wanted = [t for t in (*leaves, slope, offset) if t is not None]
+        gradients = torch.autograd.grad(y, wanted, upstream.to(dtype), materialize_grads=True)
+        found.append((y.detach(), *running.values(), *gradients))
+    # The gradient of a bias before a batch normalization is 0, a difference of large numbers.
+    sizes = [float(t.norm()) for t in found[1]]
+    for ours, theirs in zip(*found, strict=True):
+        assert error(ours, theirs, 0.01 * max(sizes)) < 10 * BOUND
+
+
+def test_second_derivatives() -> None:
+    start, observed = layer(image=(5, 6))
+    found = []
+    for dtype, fused in ((torch.float32, True), (torch.float64, False)):
+        leaves = leaves_of(start, dtype)
+        weight = leaves[5]
+        assert weight is not None
+        _, total = statistics(mfa_of(leaves, observed), convolution(leaves, {}), fused)
+        (first,) = torch.autograd.grad(total.square().sum(), weight, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), weight)[0])
+    assert error(*found) < 1e-4
+
+
+# On a GPU ----------------------------------------------------------------------------------------------------------
+
+
+def trained(network: nn.Module, x: Any, steps: int = 2) -> list[Tensor]:
+    """Output, gradients and buffers after some steps of training."""
+    network.train()
+    optimizer = torch.optim.SGD(network.parameters(), 0.05)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        y = network(x)
+        y.float().square().mean().backward()
+        optimizer.step()
+    gradients = [p.grad for p in network.parameters() if p.grad is not None]
+    return [y.detach(), *gradients, *(b for b in network.buffers() if b.is_floating_point())]
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast", "compiled"])
+@pytest.mark.parametrize("components", [1, 3])
+def test_the_layer_trains_by_kernels_as_by_the_plain_path(kind: str, components: int) -> None:
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    fresh = MisConv2d(3, 16, 3, stride=2, padding=1, norm=nn.BatchNorm2d(16), activation="relu").cuda()
+    density = misconv.UNetDMFA(3, components=components).cuda().eval()
+    x, observed = torch.rand(8, 3, 40, 40, device="cuda"), missing.square(8, 40, 40, device="cuda")
+    with torch.no_grad():
+        p = density(x, observed)
+    if kind == "bfloat16":
+        fresh, p = fresh.bfloat16().to(memory_format=torch.channels_last), p.to(torch.bfloat16)
+    results = []
+    for plain in (False, True):
+        network = copy.deepcopy(fresh)
+        run = torch.compile(network) if kind == "compiled" and not plain else network
+        with torch.autocast("cuda", torch.bfloat16, enabled=kind == "autocast"):
+            if plain:
+                with misconv.plain():
+                    results.append(trained(run, p))
+            else:
+                results.append(trained(run, p))
+    largest = max(float(t.norm()) for t in results[1])
+    for ours, theirs in zip(*results, strict=True):
+        bound = TF32_BOUND if kind in ("float32", "compiled") else 0.03
+        assert error(ours, theirs.double(), 0.05 * largest) < 5 * bound
+
+
+@needs_gpu
+def test_a_converted_network_trains_without_the_memory_of_the_plain_path() -> None:
+    import torchvision
+
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    x = torch.rand(16, 3, 96, 96, device="cuda")
+    x = x.masked_fill(~missing.square(16, 96, 96, device="cuda"), torch.nan)
+    fresh = misconv.convert(torchvision.models.resnet18().cuda(), misconv.UNetDMFA(3).cuda())
+    results, peaks = [], []
+    for plain in (False, True):
+        network = copy.deepcopy(fresh)
+        torch.cuda.reset_peak_memory_stats()
+        if plain:
+            with misconv.plain():
+                results.append(trained(network, x, steps=1))
+        else:
+            results.append(trained(network, x, steps=1))
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert error(results[0][0], results[1][0].double()) < 0.02
+    assert peaks[0] < 0.8 * peaks[1]
+
+
+@needs_gpu
+def test_a_step_can_be_captured_in_a_graph() -> None:
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    network = MisConv2d(3, 8, 3, norm=nn.BatchNorm2d(8), activation="relu").cuda().train()
+    with torch.no_grad():
+        p = (
+            misconv.UNetDMFA(3)
+            .cuda()
+            .eval()(torch.rand(4, 3, 24, 24, device="cuda"), missing.square(4, 24, 24, device="cuda"))
+        )
+
+    def step() -> Tensor:
+        network.zero_grad(set_to_none=False)
+        y: Tensor = network(p)
+        y.square().mean().backward()  # type: ignore[no-untyped-call]
+        return y
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    graph.replay()
+    found, gradient = y.clone(), network.weight.grad.clone()  # type: ignore[union-attr]
+    expected = step()
+    assert error(found, expected.detach().double()) < 1e-5
+    assert error(gradient, network.weight.grad.double()) < 1e-4  # type: ignore[union-attr]
