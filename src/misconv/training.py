@@ -137,10 +137,11 @@ def fit_density(
         progress: whether to show a progress bar.
 
     Returns:
-        A record per epoch, and where `epochs` is not given one for every twentieth of the training at least: `nll` and
-        `mse` per hidden pixel. Where images were set aside, also of these, as `validation_…`: `nll` and `marginal_nll`,
-        `rmse` of the mean and `nearest_rmse` of nearest-pixel fill, `coverage_50` and `coverage_90`, the share of
-        hidden pixels inside intervals that should hold 50 % and 90 % of them.
+        A record per epoch, and where `epochs` is not given one for every twentieth of the training too (fewer where
+        judging it would take longer than learning): `nll` and `mse` per hidden pixel. Where images were set aside, also
+        of these, as `validation_…`: `nll` and `marginal_nll`, `rmse` of the mean and `nearest_rmse` of nearest-pixel
+        fill, `coverage_50` and `coverage_90`, the share of hidden pixels inside intervals that should hold 50 % and
+        90 % of them.
 
     Example:
         >>> import torch
@@ -179,8 +180,10 @@ def fit_density(
     recipe = _RECIPE if learning_rate is None else {"clip": 5.0}
     rate = _PEAK if learning_rate is None else learning_rate
     job = training.job(learning_rate=rate, validation=validation, seed=seed, **recipe)
+    budget = budget or _default_budget(source.steps)
+    budget.shortest = math.ceil(source.held_size / batch_size)
     (history,) = train(
-        [job], fabric, budget=budget or _default_budget(source.steps), patience=patience, checkpoint=checkpoint,
+        [job], fabric, budget=budget, patience=patience, checkpoint=checkpoint,
         progress=progress, title="density",
     )  # fmt: skip
     if fabric.global_rank == 0 and source.held_size:

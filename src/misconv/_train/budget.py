@@ -35,12 +35,13 @@ class Budget:
     """How long a training lasts; one of the three is given.
 
     It is spent in rounds, and after each the training is judged and its checkpoint written. A round is an epoch, or a
-    twentieth of the steps or of the time, whichever is shorter.
+    twentieth of the steps or of the time, whichever is shorter; but not fewer steps than `shortest`.
     """
 
     epochs: int | None = None
     steps: int | None = None
     minutes: float | None = None
+    shortest: int = 1  # steps of a round, so that it is not judged for longer than it learns
     _pace: float = field(default=0.0, init=False)  # seconds of a step
     _round: int = field(default=0, init=False)  # steps
     _before: tuple[float, int] | None = field(default=None, init=False)  # seconds and steps when the round began
@@ -54,7 +55,7 @@ class Budget:
         if self.epochs is not None:
             return _WHOLE_EPOCH if place.epoch < self.epochs else 0
         if self.steps is not None:
-            return min(math.ceil(self.steps / _ROUNDS), self.steps - place.taken)
+            return min(max(math.ceil(self.steps / _ROUNDS), self.shortest), self.steps - place.taken)
         return self._by_time(place.taken, seconds)
 
     def _by_time(self, taken: int, seconds: float) -> int:
@@ -66,7 +67,8 @@ class Budget:
         self._before = seconds, taken
         # The first steps are slow, so that the pace is not believed at once.
         most = 4 * self._round or _FIRST_ROUND
-        wanted = min(self._total / _ROUNDS, left) / self._pace if self._pace else most
+        usual = max(self._total / _ROUNDS, self.shortest * self._pace)
+        wanted = min(usual, left) / self._pace if self._pace else most
         self._round = max(1, min(int(wanted), most))
         return self._round
 
