@@ -37,8 +37,10 @@ from misconv._train import Budget, Job, density_job, one_device, train, warm_up_
 from misconv.functional import expected_conv2d
 from misconv.impute import nearest, push_pull
 
-FRACTIONS = {"square": 1 / 4, "trapezoid": 1 / 2, "noise": 3 / 4, "stripes": 1 / 4, "free_form": 1 / 4}
-MIXED = ("square", "trapezoid", "noise", "stripes")
+# What is hidden, and how much of the image; of these free forms are never learned …
+USUAL = {"square": 1 / 4, "trapezoid": 1 / 2, "noise": 3 / 4, "stripes": 1 / 4, "free_form": 1 / 4}
+# … but for a scene, where they are clouds. A depth camera has dead pixels.
+SPECIAL = {"depth": {"noise": 2 / 5}, "scene": {"stripes": 1 / 4, "free_form": 1 / 4}}
 GRID = [(components, rank) for components in (1, 3) for rank in (0, 4, 8)]
 
 
@@ -47,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dataset")
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--learn", nargs="+", choices=["mixed", *FRACTIONS], default=["mixed"])
+    parser.add_argument("--learn", nargs="+", choices=["mixed", *USUAL], default=["mixed"])
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--patch", type=int, default=2)
@@ -64,8 +66,9 @@ def main() -> None:
     rows, fills = [], {}
     for learned in options.learn:
         rows += train_and_test(learned, images, test, options)
-    for shape in FRACTIONS:
-        fills[shape] = classical(test[:200], region(shape, len(test), test, seed=2)[:200])
+    shapes = SPECIAL.get(options.dataset, USUAL)
+    for shape in shapes:
+        fills[shape] = classical(test[:200], region(shape, test, shapes, seed=2)[:200])
         print(shape, fills[shape], flush=True)
     device = torch.device(options.device)
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
@@ -77,7 +80,8 @@ def main() -> None:
 
 def train_and_test(learned: str, images: Tensor, test: Tensor, options: argparse.Namespace) -> list[dict[str, Any]]:
     """All densities of the grid, side by side, on images of which such a region is missing; figures for every shape."""
-    observed = region(learned, len(images), images, seed=1)
+    shapes = SPECIAL.get(options.dataset, USUAL)
+    observed = region(learned, images, shapes, seed=1)
     fabric = one_device(options.device)
     grid = [tuple(map(int, entry.split("x"))) for entry in options.grid]
     jobs = [job(k, rank, images, observed, fabric, options) for k, rank in grid]
@@ -88,8 +92,8 @@ def train_and_test(learned: str, images: Tensor, test: Tensor, options: argparse
     for (components, rank), trained in zip(grid, jobs, strict=True):
         density = trained.module.to(options.device).eval()
         assert isinstance(density, UNetDMFA)
-        for shape in FRACTIONS:
-            found = measure(density, test, region(shape, len(test), test, seed=2), options.device)
+        for shape in shapes:
+            found = measure(density, test, region(shape, test, shapes, seed=2), options.device)
             row = {"learned": learned, "tested": shape, "components": components, "rank": rank, "seconds": seconds}
             rows.append(row | found)
             print({k: v for k, v in rows[-1].items() if not isinstance(v, list)}, flush=True)
@@ -176,30 +180,33 @@ def biharmonic(x: Tensor, shown: Tensor) -> Tensor:
 
 
 def opencv(x: Tensor, shown: Tensor, method: str) -> Tensor:
-    """OpenCV's, which takes bytes."""
+    """OpenCV's, which takes bytes: of all that is seen the least becomes 0 and the largest 255."""
     import cv2  # type: ignore[import-not-found, unused-ignore]
 
     def fill(image: Any, hole: Any) -> Any:
         done = cv2.inpaint(image, hole, 3, getattr(cv2, method))
         return done[..., None] if done.ndim == 2 else done
 
-    pairs = zip((255 * x).round().byte().permute(0, 2, 3, 1).numpy(), (~shown)[:, 0].byte().numpy(), strict=True)
+    seen = x[shown.expand(x.shape)]
+    low, span = seen.min(), seen.max() - seen.min()
+    bytes_ = (255 * ((x - low) / span).clamp(0, 1)).round().byte()
+    pairs = zip(bytes_.permute(0, 2, 3, 1).numpy(), (~shown)[:, 0].byte().numpy(), strict=True)
     filled = [fill(np.ascontiguousarray(image), np.ascontiguousarray(hole)) for image, hole in pairs]
-    return torch.tensor(np.stack(filled)).permute(0, 3, 1, 2).to(x.dtype) / 255
+    return low + span * torch.tensor(np.stack(filled)).permute(0, 3, 1, 2).to(x.dtype) / 255
 
 
 # Data --------------------------------------------------------------------------------------------------------------
 
 
-def region(shape: str, count: int, images: Tensor, seed: int) -> Tensor:
-    """`observed` (count, 1, H, W)."""
-    generator = torch.Generator().manual_seed(seed)
+def region(shape: str, images: Tensor, shapes: dict[str, float], seed: int) -> Tensor:
+    """`observed` (N, 1, H, W): regions of one shape, or, if it is "mixed", each of one that is learned."""
+    generator, count = torch.Generator().manual_seed(seed), len(images)
     if shape == "mixed":
-        kinds = torch.randint(len(MIXED), (count,), generator=generator)
-        every = torch.stack([region(kind, count, images, seed) for kind in MIXED])
-        return every[kinds, torch.arange(count)]
+        learned = [name for name in shapes if shapes is not USUAL or name != "free_form"]
+        every = torch.stack([region(name, images, shapes, seed) for name in learned])
+        return every[torch.randint(len(learned), (count,), generator=generator), torch.arange(count)]
     draw = getattr(missing, shape)
-    observed: Tensor = draw(count, *images.shape[2:], fraction=FRACTIONS[shape], generator=generator)
+    observed: Tensor = draw(count, *images.shape[2:], fraction=shapes[shape], generator=generator)
     return observed
 
 
