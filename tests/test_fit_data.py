@@ -274,6 +274,19 @@ def test_the_share_of_a_budget() -> None:
     assert timed.next_round(_budget.Place(taken=11), 60.0) == 0
 
 
+def test_no_round_is_shorter_than_what_judging_it_takes() -> None:
+    """A round is a twentieth of the steps, or more; the last one has what is left."""
+    budget = _budget.Budget(steps=100, shortest=30)
+    assert [budget.next_round(_budget.Place(taken=taken), 0.0) for taken in (0, 30, 90, 100)] == [30, 30, 10, 0]
+    timed = _budget.Budget(minutes=1, shortest=20)
+    assert timed.next_round(_budget.Place(), 0.0) == 4
+    assert timed.next_round(_budget.Place(taken=4), 2.0) == 16  # not yet all of them: the first steps are slow
+    assert timed.next_round(_budget.Place(taken=20), 10.0) == 20
+    x = torch.rand(400, 1, 8, 8)
+    history = fit_density(small(), x, torch.rand(400, 1, 8, 8) > 0.3, steps=20, batch_size=8, progress=False)
+    assert len(history) == 4  # 40 images are set aside, five batches
+
+
 # Interrupted runs --------------------------------------------------------------------------------------------------
 
 

@@ -434,9 +434,7 @@ def test_as_an_operator_in_a_compiled_graph() -> None:
         turned = torch.ops.misconv.expected_conv2d(*fresh[:4], observed, last, fresh[5], *packed)
     assert turned.is_contiguous(memory_format=torch.channels_last)
     halves = [t.bfloat16() for t in (*fresh[:4], fresh[4], fresh[5])]
-    plans = [
-        _triton.unpack((*kind[:4], observed, *kind[4:]), *packed[:-1], torch.bfloat16) for kind in (fresh, halves)
-    ]
+    plans = [_triton.unpack((*kind[:4], observed, *kind[4:]), *packed[:-1], torch.bfloat16) for kind in (fresh, halves)]
     assert plans[0] is not plans[1]  # a kernel that stays ready reads one type
     torch.library.opcheck(
         torch.ops.misconv.expected_conv2d.default,
