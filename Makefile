@@ -1,4 +1,4 @@
-# make demo       fit, train and compare on handwritten digits; writes a report to open in a browser
+# make demo       photographs and handwritten digits with holes; writes a report to open in a browser
 # make test       lint, types, the core's tests, then all other tests and doctests (what CI runs)
 # make test-gpu   the tests once more, on a GPU
 # make lint       ruff and mypy alone

@@ -19,7 +19,10 @@ import misconv
 from misconv import cli, data, demo
 from misconv.demo import report
 
-TINY = demo.Settings(images=200, train=120, validation=30, dmfa_epochs=2, classifier_epochs=1)
+TINY = demo.Settings(
+    photographs=demo.PhotographSettings(side=16, train=40, stride=90, steps=2, components=2, rank=1, batch_size=8),
+    digits=demo.DigitSettings(images=200, train=120, validation=30, dmfa_steps=6, classifier_epochs=1),
+)
 METHODS = [
     "zero", "mask", "mean", "k-NN", "partial convolution", "MFA imputation", "MisConv (SMFA)", "MisConv (DMFA)",
     "complete images",
@@ -64,6 +67,8 @@ def test_demo_in_a_pipe(tmp_path: Path) -> None:
     for method in METHODS:
         assert f"Training the classifier: {method}\n" in stages
         assert re.search(rf"^ *{re.escape(method)} .* [\d.]+ *$", table, re.MULTILINE), method
+    for way in ("zeros", "nearest", "push–pull", "mean", "MisConv"):
+        assert re.search(rf"^ *{way} .* [\d.]+( +[-+][\d.]+ %){{2}} *$", stages, re.MULTILINE), way
     for density in ("independent pixels", "SMFA", "DMFA"):
         assert re.search(rf"^ *{density}( +[-\d.]+){{2}}( +[\d.]+ %){{2}} +[\d.]+ *$", table, re.MULTILINE), density
     assert done.stdout.endswith(f"Report: {out / 'index.html'}\n")
@@ -79,8 +84,10 @@ def test_the_same_seed_gives_the_same_numbers(tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
         facts = json.loads((tmp_path / name / "results.json").read_text(encoding="utf-8"))
         assert facts["settings"]["seed"] == int(seed)
-        densities = [{k: v for k, v in d.items() if k != "seconds"} for d in facts["densities"]]
-        found.append((facts["methods"], densities, facts["verdict"]))
+        parts = facts["digits"], facts["photographs"]
+        for timed in (*parts[0]["densities"], parts[1]):
+            del timed["seconds"]
+        found.append((*parts, facts["verdict"], facts["findings"]))
     assert found[0] == found[1]
     assert found[0] != found[2]
 
@@ -134,7 +141,7 @@ def test_words_in_place_of_numbers_and_unknown_commands(tmp_path: Path) -> None:
 def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     result = call("demo", "--quick", "--out", str(tmp_path / "new"))
-    refused(result, re.escape("the digits come with scikit-learn: pip install 'misconv[demo]'"))
+    refused(result, re.escape("the photographs come with scikit-learn: pip install 'misconv[demo]'"))
     assert not (tmp_path / "new").exists()
 
 
@@ -170,7 +177,7 @@ def test_mistakes_of_ours_keep_their_traceback(
     def fail() -> None:
         raise kind("a mistake")
 
-    monkeypatch.setattr(data, "digits", fail)
+    monkeypatch.setattr(data, "photographs", fail)
     result = call("demo", "--out", str(tmp_path / "new"))
     assert isinstance(result.exception, kind)
 
@@ -179,7 +186,7 @@ def test_ctrl_c_ends_with_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(data, "digits", interrupt)
+    monkeypatch.setattr(data, "photographs", interrupt)
     result = call("demo", "--out", str(tmp_path / "new"))
     assert result.exit_code == 130
     assert result.stderr == "misconv: stopped before the report was written\n"
@@ -188,7 +195,7 @@ def test_ctrl_c_ends_with_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_scheduler_that_ends_the_job_gets_a_line_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(data, "digits", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(data, "photographs", lambda: os.kill(os.getpid(), signal.SIGTERM))
     result = call("demo", "--out", str(tmp_path / "new"))
     assert result.exit_code == 143
     assert result.stderr == "misconv: stopped before the report was written\n"

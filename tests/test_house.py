@@ -56,8 +56,8 @@ MAY_IMPORT = {
         "data", "density", "impute", "layers", "mfa", "missing", "store", "training",
     },
     "demo": {
-        "torch", "jinja2", "markupsafe", "_version", "_store", "_train", "data", "density", "impute", "layers", "mfa", "missing",
-        "paper", "store", "training",
+        "torch", "jinja2", "markupsafe", "_version", "_store", "_train", "assess", "data", "density", "functional", "impute",
+        "mfa", "missing", "paper", "store", "training",
     },
     "cli": {"torch", "typer", "rich", "_version", "bench", "demo", "paper"},
     "__init__": {

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,20 +19,29 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from misconv import data, missing
+import misconv
+from misconv import data, demo, missing
 from misconv._store import places as _places
-from misconv.demo import experiment as demo
-from misconv.demo import report
-from misconv.demo.experiment import Demo, Density, MethodResult
+from misconv.demo import digits, page_photographs, photographs, report
+from misconv.demo.digits import Digits, DigitSettings, MethodResult
+from misconv.demo.experiment import Demo
+from misconv.demo.photographs import Photographs, PhotographSettings
+from misconv.mfa import MFA
 from misconv.paper import pictures as _pictures
 
-TINY = demo.Settings(images=200, train=120, validation=30, dmfa_epochs=2, classifier_epochs=1, seeds=2)
+TINY = demo.Settings(
+    seeds=2,
+    photographs=PhotographSettings(side=16, train=40, stride=90, steps=2, components=2, rank=1, batch_size=8),
+    digits=DigitSettings(images=200, train=120, validation=30, dmfa_steps=6, classifier_epochs=1),
+)
 SECTIONS = [
-    "What is missing",
+    "What is behind the hole?",
+    "Is it honest?",
+    "What does a network see?",
+    "When should one not answer?",
     "What could be there",
-    "Is it honest about what it does not know?",
-    "What the first layer sees",
     "Which classifier is right most often?",
+    "When not to use it",
     "How this was made",
 ]
 
@@ -71,26 +79,35 @@ class Page(HTMLParser):
         self.words += data if "style" not in self.open else ""
 
 
+def with_digits(result: Demo, **changes: Any) -> Demo:
+    return dataclasses.replace(result, digits=dataclasses.replace(result.digits, **changes))
+
+
 def page_of(result: Demo, folder: Path) -> Page:
     return Page(report.write_demo(result, folder, overwrite=True).read_text(encoding="utf-8"))
 
 
-def test_the_page_has_every_section_method_and_density(result: Demo, tmp_path: Path) -> None:
+def test_the_page_has_every_section_way_method_and_density(result: Demo, tmp_path: Path) -> None:
     page = page_of(result, tmp_path)
-    for text in [*SECTIONS, *(m.name for m in result.methods), *(m.what for m in result.methods), "upper bound"]:
+    methods, ways = result.digits.methods, result.photographs.ways
+    for text in [*SECTIONS, *(m.name for m in methods), *(m.what for m in methods), "upper bound"]:
         assert text in page.words
-    assert all(d.name in page.words for d in result.densities)
-    for method in result.methods:
-        assert f"{100 * method.mean:.1f} ± {100 * method.deviation:.1f}" in page.words
+    assert all(d.name in page.words for d in result.digits.densities)
+    for method in methods:
+        assert f"{100 * method.mean:.1f} ± {100 * method.deviation:.1f}{100 * method.kept_mean:.1f}" in page.words
+    assert all(text in page.words for way in ways for text in (way.name, way.what, f"{way.rmse:.4f}"))
+    assert report.findings(result.photographs).replace(" %", "\xa0%") in page.words
+    assert result.photographs.assessment.verdict().replace(" %", "\xa0%") in page.words
     assert report.verdict(result).replace(" %", "\xa0%").replace("k-NN", "k\u2011NN") in page.words
-    assert (
-        "misconv.demo.run(misconv.demo.Settings(seed=0, seeds=2, images=200" in page.words
-    )  # TINY is not what the command does
+    command = re.search(r"misconv\.demo\.run\((.*)\)A?", page.words.split("Settings and versions")[0])
+    assert command  # TINY is not what the command does
+    assert eval(command[1], {"misconv": misconv}) == TINY
 
 
 def test_the_page_tells_the_command_that_makes_it_again(result: Demo, tmp_path: Path) -> None:
-    usual = dataclasses.replace(result, settings=demo.Settings(seed=7, seeds=2))
-    assert "misconv demo --seed 7 --seeds 2" in page_of(usual, tmp_path).words
+    for option, settings in (("", demo.Settings()), ("--quick ", demo.QUICK)):
+        usual = dataclasses.replace(result, settings=dataclasses.replace(settings, seed=7, seeds=2))
+        assert f"misconv demo {option}--seed 7 --seeds 2" in page_of(usual, tmp_path).words
 
 
 def test_the_page_needs_nothing_else_and_describes_its_figures(result: Demo, tmp_path: Path) -> None:
@@ -107,7 +124,7 @@ def test_the_page_needs_nothing_else_and_describes_its_figures(result: Demo, tmp
         assert image["alt"]
         assert (image["src"] or "").startswith("data:image/png;base64,")
     charts = [attributes for tag, attributes in tags if tag == "svg"]
-    assert len(charts) == len(result.methods) + 2
+    assert len(charts) == len(result.digits.methods) + 3
     assert all(chart["role"] == "img" and chart["aria-label"] for chart in charts)
     assert not any("href" in attributes for _, attributes in tags)
 
@@ -127,34 +144,46 @@ def test_pictures_hold_the_colours_of_the_values() -> None:
 def test_results_hold_every_number(result: Demo, tmp_path: Path) -> None:
     report.write_demo(result, tmp_path)
     facts = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    assert [m["name"] for m in facts["methods"]] == [m.name for m in result.methods]
-    for stored, method in zip(facts["methods"], result.methods, strict=True):
-        assert stored["accuracy"] == method.accuracy
-        assert len(stored["accuracy"]) == TINY.seeds
-        assert (stored["mean"], stored["deviation"]) == (method.mean, method.deviation)
-    for stored, density in zip(facts["densities"], result.densities, strict=True):
-        assert stored == {**vars(density), "coverage": {str(k): v for k, v in density.coverage.items()}}
+    stored = facts["digits"]
+    assert [m["name"] for m in stored["methods"]] == [m.name for m in result.digits.methods]
+    for numbers, method in zip(stored["methods"], result.digits.methods, strict=True):
+        assert (numbers["accuracy"], numbers["kept"]) == (method.accuracy, method.kept)
+        assert len(numbers["accuracy"]) == len(numbers["kept"]) == TINY.seeds
+        assert (numbers["mean"], numbers["deviation"]) == (method.mean, method.deviation)
+    for numbers, density in zip(stored["densities"], result.digits.densities, strict=True):
+        assert numbers["assessment"] == json.loads(density.assessment.to_json())
+        assert numbers["seconds"] == density.seconds
+    stored = facts["photographs"]
+    assert stored["assessment"] == json.loads(result.photographs.assessment.to_json())
+    assert [dataclasses.asdict(way) for way in result.photographs.ways] == stored["ways"]
+    assert [dataclasses.asdict(fifth) for fifth in result.photographs.fifths] == stored["fifths"]
+    assert {name: [list(p) for p in points] for name, points in result.photographs.kept.items()} == stored["kept"]
+    assert (stored["tested"], stored["hidden"]) == (result.photographs.tested, result.photographs.hidden)
     assert facts["settings"]["seed"] == 0
-    assert facts["settings"]["train"] == TINY.train
+    assert facts["settings"]["digits"]["train"] == TINY.digits.train
     assert sorted(facts["versions"]) == ["misconv", "numpy", "python", "torch"]
     assert facts["threads"] == torch.get_num_threads()
     assert {"device", "commit", "seconds"} <= set(facts)
 
 
 def test_text_is_escaped_and_numbers_that_json_lacks_become_null(result: Demo, tmp_path: Path) -> None:
-    odd = [dataclasses.replace(result.methods[0], name="<b>&\"'", what="<script>x</script>"), *result.methods[1:]]
-    densities = [dataclasses.replace(d, nll=math.inf, name="<i>") for d in result.densities]
-    changed = dataclasses.replace(result, methods=odd, densities=densities)
+    methods = result.digits.methods
+    odd = [dataclasses.replace(methods[0], name="<b>&\"'", what="<script>x</script>"), *methods[1:]]
+    densities = [
+        dataclasses.replace(d, assessment=dataclasses.replace(d.assessment, nll=math.inf), name="<i>")
+        for d in result.digits.densities
+    ]
+    changed = with_digits(result, methods=odd, densities=densities)
     page = page_of(changed, tmp_path)
     assert "<b>&\"'" in page.words
     assert "<script>x</script>" in page.words
     assert not any(tag == "script" for tag, _ in page.tags)
-    assert json.loads((tmp_path / "results.json").read_text())["densities"][0]["nll"] is None
+    assert json.loads((tmp_path / "results.json").read_text())["digits"]["densities"][0]["assessment"]["nll"] is None
 
 
 def test_one_seed_has_no_spread(result: Demo, tmp_path: Path) -> None:
-    methods = [dataclasses.replace(m, accuracy=m.accuracy[:1]) for m in result.methods]
-    table = page_of(dataclasses.replace(result, methods=methods), tmp_path).words.split("correct,")[1]
+    methods = [dataclasses.replace(m, accuracy=m.accuracy[:1]) for m in result.digits.methods]
+    table = page_of(with_digits(result, methods=methods), tmp_path).words.split("correct,")[1]
     assert "±" not in table.split("Share of")[0]
 
 
@@ -171,13 +200,25 @@ def test_one_seed_has_no_spread(result: Demo, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_the_verdict_is_honest(result: Demo, ours: list[float], other: list[float], expected: str) -> None:
-    settings = dataclasses.replace(result.settings, images=1797, train=1200, validation=200)
+    settings = dataclasses.replace(
+        result.settings, digits=dataclasses.replace(result.settings.digits, images=1797, train=1200, validation=200)
+    )
     methods = [
         MethodResult("k-NN", "", other),
         MethodResult("MisConv (DMFA)", "", ours),
         MethodResult("complete images", "", [0.99, 0.99]),
     ]
-    assert expected in report.verdict(dataclasses.replace(result, settings=settings, methods=methods))
+    assert expected in report.verdict(dataclasses.replace(with_digits(result, methods=methods), settings=settings))
+
+
+@pytest.mark.parametrize(
+    ("bias", "expected"), [(-0.12, "12 % too weakly"), (0.058, "6 % too strongly"), (-0.004, "without bias")]
+)
+def test_the_findings_name_the_side_of_a_bias(result: Demo, bias: float, expected: str) -> None:
+    ways = [dataclasses.replace(way, bias={"edge": bias, "random": 9.0}) for way in result.photographs.ways]
+    assert f"edge filters {expected}, and {expected}." in page_photographs.findings(
+        dataclasses.replace(result.photographs, ways=ways)
+    )
 
 
 # Where it may go ----------------------------------------------------------------------------------------------------
@@ -292,34 +333,141 @@ def test_a_full_disk_leaves_no_half_page(
 # What the experiment may see ----------------------------------------------------------------------------------------
 
 
-def run_with(hidden_values: Tensor, settings: demo.Settings) -> Demo:
-    """The experiment on images that hold these values (N, 1, 8, 8) where nothing was observed."""
+def run_digits_with(hidden_values: Tensor, settings: DigitSettings) -> Digits:
+    """The digits with these values (N, 1, 8, 8) where nothing was observed."""
     complete, labels = (t[: settings.images] for t in data.digits())
     generator = torch.Generator("cpu").manual_seed(3)
     observed = missing.square(len(complete), 8, 8, fraction=1 / 4, generator=generator)
     x = torch.where(observed, complete, hidden_values)
-    return demo.compare(x, observed, complete, labels, settings, False, lambda line: None, time.perf_counter())
+    return digits.compare(x, observed, complete, labels, settings, seed=0, seeds=1, progress=False, say=silent)
 
 
-def numbers(result: Demo) -> dict[str, Any]:
+def silent(line: str) -> None:
+    """Says nothing."""
+
+
+def numbers_of_digits(result: Digits) -> dict[str, Any]:
     """Everything that must not depend on hidden pixels."""
-    densities: list[Density] = [dataclasses.replace(d, seconds=0.0) for d in result.densities]
-    pictures = {**result.imputed, **{f"σ {k}": v for k, v in result.deviations.items()}, "samples": result.samples}
-    pictures |= {way: r for way, r in result.responses.items() if way != "nothing missing"}
+    pictures = {**result.imputed, "deviations": result.deviations, "samples": result.samples}
     return {
-        "methods": {m.name: m.accuracy for m in result.methods if m.name != "complete images"},
-        "densities": densities,
+        "methods": {m.name: (m.accuracy, m.kept) for m in result.methods if m.name != "complete images"},
+        "densities": [dataclasses.replace(d, seconds=0.0) for d in result.densities],
         "pictures": {name: values.tolist() for name, values in pictures.items()},
     }
 
 
-def test_no_method_reads_a_hidden_pixel() -> None:
+def test_no_method_reads_a_hidden_pixel_of_a_digit() -> None:
     torch.set_default_dtype(torch.float32)
-    settings = dataclasses.replace(TINY, seeds=1)
     with torch.device("cpu"):
-        shape = (TINY.images, 1, 8, 8)
-        expected = numbers(run_with(torch.zeros(shape), settings))
+        shape = (TINY.digits.images, 1, 8, 8)
+        expected = numbers_of_digits(run_digits_with(torch.zeros(shape), TINY.digits))
         for poison in (torch.full(shape, math.nan), torch.full(shape, math.inf), 100 * torch.randn(shape)):
-            found = numbers(run_with(poison, settings))
+            found = numbers_of_digits(run_digits_with(poison, TINY.digits))
             for part, values in expected.items():
                 assert found[part] == values, part
+
+
+def run_photographs_with(hidden_values: Tensor) -> Photographs:
+    """Random crops with these values (N, 3, 16, 16) where nothing was observed, half of them for the test."""
+    truth = torch.rand(hidden_values.shape, generator=torch.Generator("cpu").manual_seed(4))
+    generator = torch.Generator("cpu").manual_seed(3)
+    observed = missing.free_form(len(truth), 16, 16, generator=generator)
+    train, test = truth.where(observed, hidden_values).chunk(2)
+    return photographs.compare(
+        train, observed[: len(train)], test, observed[len(train) :], truth[len(train) :], TINY.photographs,
+        seed=0, progress=False, say=silent,
+    )  # fmt: skip
+
+
+def test_no_way_reads_a_hidden_pixel_of_a_photograph() -> None:
+    torch.set_default_dtype(torch.float32)
+    with torch.device("cpu"):
+        shape = (40, 3, 16, 16)
+        expected = run_photographs_with(torch.zeros(shape))
+        pictures = {"deviations": expected.deviations, "errors": expected.errors, **expected.filled}
+        pictures |= {f"response {way}": r for way, r in expected.responses.items()}
+        for poison in (torch.full(shape, math.nan), torch.full(shape, math.inf), 100 * torch.randn(shape)):
+            found = run_photographs_with(poison)
+            assert {**found.numbers(), "seconds": 0} == {**expected.numbers(), "seconds": 0}
+            drawn = {"deviations": found.deviations, "errors": found.errors, **found.filled}
+            drawn |= {f"response {way}": r for way, r in found.responses.items()}
+            assert {name: r.tolist() for name, r in drawn.items()} == {name: r.tolist() for name, r in pictures.items()}
+
+
+# What the figures mean ----------------------------------------------------------------------------------------------
+
+
+def test_crops_to_learn_from_and_test_crops_have_no_pixel_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In photographs whose left halves are black and whose right halves are white."""
+    torch.set_default_dtype(torch.float32)
+    picture = torch.zeros(3, 40, 60)
+    picture[..., 30:] = 1
+    given = {}
+
+    def compare(train: Tensor, observed: Tensor, x: Tensor, shown: Tensor, truth: Tensor, *_: Any, **__: Any) -> None:
+        given.update(train=train, observed=observed, x=x, shown=shown, truth=truth)
+
+    monkeypatch.setattr(photographs.data, "photographs", lambda: [picture, picture])
+    monkeypatch.setattr(photographs, "compare", compare)
+    settings = PhotographSettings(side=16, train=10, stride=7)
+    with torch.device("cpu"):
+        photographs.learn_and_compare(settings, seed=0, progress=False, say=silent)
+    assert given["train"].shape == (10, 3, 16, 16)
+    assert given["truth"].shape == (2 * 4 * 3, 3, 16, 16)  # (40 − 16) / 7 + 1 rows, (30 − 16) / 7 + 1 columns
+    assert (given["train"] == 0).all()
+    assert (given["truth"] == 1).all()
+    assert given["x"].isnan().equal(~given["shown"].expand(given["x"].shape))
+    assert (~given["observed"]).float().mean() == (~given["shown"]).float().mean() == 0.25
+
+
+def test_the_order_of_pixels_goes_by_what_it_says() -> None:
+    observed = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    observed[..., 1:4, 1:4] = False
+    with torch.device("cpu"):
+        assert photographs.distance_to_seen(observed)[0, 0, 2].tolist() == [0, 1, 2, 1, 0]
+        x = torch.zeros(1, 1, 30, 30)
+        x[..., 20:, :] = torch.tensor([0.0, 1.0]).repeat(15)
+        contrast = photographs.nearby_contrast(x.where(torch.ones_like(x) > 0, 0), torch.ones_like(x) > 0)[0, 0]
+        assert contrast[5, 5] == 0
+        assert contrast[29, 15] > 0.4
+        unseen = photographs.nearby_contrast(x, torch.zeros_like(x) > 0)
+    assert unseen.isinf().all()
+
+
+def test_filters_have_sum_zero() -> None:
+    for weight in (photographs.edge_filters(), photographs.random_filters()):
+        assert weight.shape[1:] == (3, 3, 3)
+        assert weight.sum((1, 2, 3)).abs().max() < 1e-6
+
+
+def test_a_perfect_density_has_no_bias_and_a_ranking_that_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise of known deviation, told as it is: the mean fill underestimates responses, the expectation does not."""
+    torch.set_default_dtype(torch.float32)
+    with torch.device("cpu"):
+        generator = torch.Generator("cpu").manual_seed(0)
+        deviation = torch.linspace(0.01, 0.2, 60).view(-1, 1, 1, 1)
+        truth = 0.5 + deviation * torch.randn(60, 3, 16, 16, generator=generator)
+        observed = missing.square(60, 16, 16, fraction=1 / 2, generator=generator)
+
+    def perfect(x: Tensor, observed: Tensor) -> MFA:
+        values = 3 * observed.sum((1, 2, 3), keepdim=True)
+        noise = (x - 0.5).where(observed, 0).square().sum((1, 2, 3), keepdim=True) / values
+        noise = noise.expand(x.shape).unsqueeze(1)  # (B, 1, 3, H, W)
+        factors = noise.new_zeros(len(x), 1, 0, *x.shape[1:])
+        return MFA(torch.zeros(len(x), 1), torch.full_like(noise, 0.5), factors, noise).fix(x, observed)
+
+    monkeypatch.setattr(photographs, "_learn", lambda *_: perfect)
+    with torch.device("cpu"):
+        found = photographs.compare(
+            truth, observed, truth, observed, truth, TINY.photographs, seed=0, progress=False, say=silent
+        )
+    assert found.way("mean").bias["random"] < -0.1
+    assert abs(found.way("MisConv").bias["random"]) < 0.02
+    assert abs(found.way("MisConv").bias["edge"]) < 0.02
+    assert found.claimed / found.way("mean").rmse == pytest.approx(1, abs=0.03)
+    for fifth in found.fifths:
+        assert fifth.claimed / fifth.rmse == pytest.approx(1, abs=0.1)
+    assert sum(fifth.share for fifth in found.fifths) == pytest.approx(1)
+    for points in found.kept.values():
+        assert points[-1] == (1, pytest.approx(found.way("mean").rmse))
+    assert found.kept["what the density claims"][9][1] < 0.7 * found.kept["distance"][9][1]

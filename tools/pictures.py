@@ -1,15 +1,14 @@
 """Draw the pictures of the documents: `make docs` runs this.
 
 `pictures/overview.png`: a photograph with holes, what a density says about them, and what a first layer makes of it.
-The photograph ships with scikit-learn. The density is made of factor analyses of small patches, fitted outside the
-crop that is shown; every patch of the crop is conditioned on the pixels that were seen in it. Patch size, rank and
-groups were chosen after looking at a few pictures and their errors, so those errors are no benchmark.
+The photograph ships with scikit-learn. The density, a `UNetDMFA`, learns from incomplete crops of it that do not touch
+the part that is shown. Its components and rank were chosen after looking at a few pictures and their errors, so those
+errors are no benchmark.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,129 +22,47 @@ import torch.nn.functional as F
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
-from sklearn.datasets import load_sample_image
-from sklearn.decomposition import FactorAnalysis
-from sklearn.exceptions import ConvergenceWarning
-from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # comes with scikit-learn
 from torch import Tensor
 
 import misconv
-from misconv import MFA
+from misconv import MFA, data
 
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "overview.png"
 
 SEED = 5
-TOP, LEFT, HEIGHT, WIDTH = 96, 232, 192, 192  # the crop: roofs of a pagoda and the lake behind it
+TOP, LEFT, HEIGHT, WIDTH = 96, 232, 192, 192  # the part that is shown: roofs of a pagoda and the lake behind it
 HIDDEN = 0.2  # share of the pixels
-CORE, MARGIN = 12, 4  # a patch: 12×12 pixels, with 4 more on every side to learn from
-GROUPS, RANK, PATCHES = 4, 48, 10_000  # one factor analyzer of this rank for each of four degrees of contrast
+SIDE, CROPS, STEPS = 48, 2000, 400  # of the crops to learn from
 KERNEL = 5
 
 
 # The density -------------------------------------------------------------------------------------------------------
 
 
-def photograph() -> Tensor:
-    """The picture of a pagoda that ships with scikit-learn, (3, H, W), numbers between 0 and 1."""
-    return torch.from_numpy(load_sample_image("china.jpg").copy()).permute(2, 0, 1).double() / 255
+def holes(count: int, generator: torch.Generator) -> Tensor:
+    """`observed` of images as large as the part that is shown."""
+    return misconv.missing.free_form(count, HEIGHT, WIDTH, fraction=HIDDEN, strokes=7, turns=6, generator=generator)
 
 
-def training_patches(photo: Tensor, generator: torch.Generator) -> Tensor:
-    """Patches from all over the photograph, none of which touches the crop: (N, 3, side, side)."""
-    side = CORE + 2 * MARGIN
-    patches: list[Tensor] = []
-    while len(patches) < PATCHES:
-        top = int(torch.randint(photo.shape[1] - side + 1, (), generator=generator))
-        left = int(torch.randint(photo.shape[2] - side + 1, (), generator=generator))
-        if top + side <= TOP or top >= TOP + HEIGHT or left + side <= LEFT or left >= LEFT + WIDTH:
-            patches.append(photo[:, top : top + side, left : left + side])
-    return torch.stack(patches)
+def training_crops(photo: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Crops from all over the photograph, none of which touches the part that is shown, and what is seen of them."""
+    crops: list[Tensor] = []
+    while len(crops) < CROPS:
+        top, left = (int(torch.randint(n - SIDE + 1, (), generator=generator)) for n in photo.shape[1:])
+        if top + SIDE <= TOP or top >= TOP + HEIGHT or left + SIDE <= LEFT or left >= LEFT + WIDTH:
+            crops.append(photo[:, top : top + SIDE, left : left + SIDE])
+    # Pieces of holes like those that are shown, so that strokes are as wide.
+    pieces = (HEIGHT // SIDE) * (WIDTH // SIDE)
+    squares = holes(math.ceil(CROPS / pieces), generator).unfold(2, SIDE, SIDE).unfold(3, SIDE, SIDE)
+    return torch.stack(crops), squares.reshape(-1, 1, SIDE, SIDE)[:CROPS]
 
 
-def fit(patches: Tensor) -> list[MFA]:
-    """A factor analyzer for patches of each degree of contrast, from sky to roof tiles."""
-    order = patches.std((1, 2, 3)).argsort()
-    return [fit_one(patches[chosen]) for chosen in order.chunk(GROUPS)]
-
-
-def fit_one(patches: Tensor) -> MFA:
-    """One factor analyzer, as an MFA of one patch."""
-    model = FactorAnalysis(RANK, svd_method="randomized", random_state=0, max_iter=20, tol=1)
-    with warnings.catch_warnings():
-        # Twenty rounds are enough for a picture.
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        model.fit(patches.flatten(1).numpy())
-    shape = patches.shape[1:]
-    return MFA(
-        logits=patches.new_zeros(1, 1),
-        means=torch.from_numpy(model.mean_).view(1, 1, *shape),
-        factors=torch.from_numpy(model.components_).view(1, 1, RANK, *shape),
-        noise=torch.from_numpy(model.noise_variance_).view(1, 1, *shape),
-    )
-
-
-def likeliest(models: list[MFA], x: Tensor, observed: Tensor) -> MFA:
-    """For each patch (B, C, h, w) the model under which its observed pixels are likeliest."""
-    every = [model[[0] * len(x)] for model in models]
-    best = torch.stack([p.log_prob(x, observed) for p in every]).argmax(0)
-
-    def pick(parts: list[Tensor]) -> Tensor:
-        return torch.stack(parts)[best, torch.arange(len(x))]
-
-    return MFA(
-        logits=pick([p.logits for p in every]),
-        means=pick([p.means for p in every]),
-        factors=pick([p.factors for p in every]),
-        noise=pick([p.noise for p in every]),
-    )
-
-
-def cut(images: Tensor) -> Tensor:
-    """(1, C, H, W) → (patches, C, side, side), patches overlapping by their margins, zero beyond the edge."""
-    side = CORE + 2 * MARGIN
-    columns = F.unfold(F.pad(images, (MARGIN,) * 4), side, stride=CORE)[0]
-    return columns.T.reshape(-1, images.shape[1], side, side)
-
-
-def add_up(patches: Tensor) -> Tensor:
-    """(patches, …, side, side) → (…, H, W), the sum of overlapping patches."""
-    flat = patches.flatten(1).T.unsqueeze(0)  # (1, … · side · side, patches)
-    whole = F.fold(flat, (HEIGHT + 2 * MARGIN, WIDTH + 2 * MARGIN), patches.shape[-1], stride=CORE)
-    return whole[0, :, MARGIN:-MARGIN, MARGIN:-MARGIN].reshape(*patches.shape[1:-2], HEIGHT, WIDTH)
-
-
-def shares(count: int) -> Tensor:
-    """How much each patch has to say about each of its pixels: fades over the margins, sums to one, (patches, s, s)."""
-    side = CORE + 2 * MARGIN
-    steps = torch.arange(side, dtype=torch.float64) + 0.5
-    fade = (torch.minimum(steps, side - steps) / (2 * MARGIN)).clamp_max(1)
-    window = torch.outer(fade, fade).expand(count, 1, side, side)
-    total = cut(add_up(window)[None])
-    # Beyond the edge of the image the total is zero, and nobody asks.
-    return (window / total.clamp_min(1e-9)).squeeze(1)
-
-
-def complete(crop: Tensor, observed: Tensor, models: list[MFA]) -> MFA:
-    """The density of the crop: every patch given the pixels seen in it, one fading into the next.
-
-    With shares r that sum to one over the patches: mean Σ r μ, noise Σ r d, and every factor times √r, so that
-    variances fade as means do.
-    """
-    x, seen = cut(crop), cut(observed.double()) > 0.5  # beyond the edge nothing was seen
-    q = likeliest(models, x, seen).condition(x, seen)
-    share = shares(len(x)).unsqueeze(1)  # (patches, 1, side, side)
-    # Neighbours need factors of their own; patches two apart may share them, for no window of the layer sees both. So
-    # four sets of factors serve any number of patches.
-    assert CORE - 2 * MARGIN >= KERNEL - 1
-    row, column = torch.arange(HEIGHT // CORE)[:, None], torch.arange(WIDTH // CORE)
-    turn = (2 * (row % 2) + column % 2).flatten().view(-1, 1, 1, 1, 1)
-    factors = q.factors[:, 0] * share.unsqueeze(1).sqrt()
-    return MFA(
-        logits=crop.new_zeros(1, 1),
-        means=add_up(q.means[:, 0] * share)[None, None],
-        factors=torch.cat([add_up(factors * (turn == i)) for i in range(4)])[None, None],
-        noise=add_up(q.noise[:, 0] * share)[None, None],
-    ).fix(crop, observed)
+def learn(x: Tensor, observed: Tensor) -> misconv.UNetDMFA:
+    """A density of incomplete crops."""
+    torch.manual_seed(SEED)
+    density = misconv.UNetDMFA(channels=3, components=2, rank=12, noise_floor=1e-4)
+    misconv.fit_density(density, x, observed, steps=STEPS, batch_size=16, augment=True)
+    return density.eval()
 
 
 # The layer ---------------------------------------------------------------------------------------------------------
@@ -154,7 +71,7 @@ def complete(crop: Tensor, observed: Tensor, models: list[MFA]) -> MFA:
 def edge_filter() -> Tensor:
     """A Gabor filter on the brightness, of the kind first layers learn: (1, 3, 5, 5), with sum zero."""
     half = KERNEL // 2
-    y, x = torch.meshgrid(*2 * [torch.arange(-half, half + 1, dtype=torch.float64)], indexing="ij")
+    y, x = torch.meshgrid(*2 * [torch.arange(-half, half + 1.0)], indexing="ij")
     wave = torch.exp(-(x**2 + y**2) / (2 * 1.2**2)) * torch.sin(2 * math.pi * y / KERNEL)
     return (wave / wave.abs().sum() / 3).expand(1, 3, KERNEL, KERNEL)
 
@@ -171,22 +88,27 @@ class Responses(NamedTuple):
 
 def respond(crop: Tensor, observed: Tensor, p: MFA) -> Responses:
     """The same filter and ReLU on the crop with zeros in its holes, on its density, and on the whole crop."""
-    conv = torch.nn.Conv2d(3, 1, KERNEL, padding=KERNEL // 2, padding_mode="reflect", bias=False).double()
+    conv = torch.nn.Conv2d(3, 1, KERNEL, padding=KERNEL // 2, padding_mode="reflect", bias=False)
     conv.weight = torch.nn.Parameter(edge_filter())
     layer = misconv.MisConv2d.from_conv(conv, activation="relu")
     plain = torch.nn.Sequential(conv, torch.nn.ReLU())
     with torch.no_grad():
-        _, variance = misconv.functional.conv2d_moments(
-            p, conv.weight, padding=KERNEL // 2, padding_mode=conv.padding_mode
-        )
+        moments = misconv.functional.conv2d_moments(p, conv.weight, padding=KERNEL // 2, padding_mode=conv.padding_mode)
         truth, expected = plain(crop)[0, 0], layer(p)[0, 0]
         zeros, filled = plain(torch.where(observed, crop, 0))[0, 0], plain(p.mean)[0, 0]
-    touched = F.max_pool2d((~observed).double(), KERNEL, 1, KERNEL // 2)[0, 0] > 0
+    touched = F.max_pool2d((~observed).float(), KERNEL, 1, KERNEL // 2)[0, 0] > 0
     errors = {
         name: float((response - truth)[touched].square().mean().sqrt() / truth[touched].square().mean().sqrt())
         for name, response in (("zeros", zeros), ("filled", filled), ("expected", expected))
     }
-    return Responses(zeros, expected, variance[0, 0, 0].sqrt(), truth, errors)
+    return Responses(zeros, expected, spread_of(p, *moments)[0, 0], truth, errors)
+
+
+def spread_of(p: MFA, means: Tensor, variances: Tensor) -> Tensor:
+    """The standard deviation of responses (B, O, H, W) from the moments of every component (B, K, O, H, W)."""
+    weights = p.weights[..., None, None, None]
+    mean = (weights * means).sum(1, keepdim=True)
+    return (weights * (variances + (means - mean).square())).sum(1).sqrt()
 
 
 # The picture -------------------------------------------------------------------------------------------------------
@@ -247,12 +169,12 @@ def main() -> None:
     """Hide a part of the crop, complete it, and draw what the layer makes of it."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(SEED)
-    photo = photograph()
+    photo = data.photographs()[0]
     crop = photo[None, :, TOP : TOP + HEIGHT, LEFT : LEFT + WIDTH]
-    observed = misconv.missing.free_form(1, HEIGHT, WIDTH, fraction=HIDDEN, strokes=7, turns=6, generator=generator)
-    with threadpool_limits(1):
-        models = fit(training_patches(photo, generator))
-    p = complete(crop, observed, models)
+    observed = holes(1, generator)
+    density = learn(*training_crops(photo, generator))
+    with torch.no_grad():
+        p = density(crop, observed)
     save(draw(crop, observed, p, respond(crop, observed, p)), PICTURE)
 
 

@@ -107,13 +107,13 @@ def misconv(
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the report; new or empty.")] = Path("misconv-demo"),
     seed: Annotated[int, typer.Option(help="The same seed gives the same numbers.")] = 0,
-    seeds: Annotated[int, typer.Option(help="Trainings of every method, to see how much they vary.")] = 3,
+    seeds: Annotated[int, typer.Option(help="Trainings of every classifier, to see how much they vary.")] = 3,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the report in a folder that has one.")
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Few images and epochs, to try it out in seconds.")] = False,
 ) -> None:
-    """Compare nine ways to classify digits with missing pixels, and write a report (a few minutes)."""
+    """Look behind the holes of photographs and classify digits with holes, and write a report (a few minutes)."""
     if not 0 <= seed <= LARGEST_SEED:
         raise _refuse(f"--seed must lie between 0 and {LARGEST_SEED}, got {seed}")
     if seeds < 1:
@@ -133,8 +133,9 @@ def demo(
             settings = replace(QUICK if quick else Settings(), seed=seed, seeds=seeds)
             result = run(settings, progress=terminal, say=console.print)
         # The numbers come first: they are not lost if the report cannot be written.
-        console.print(_methods(result), _densities(result), sep="\n")
-        console.print(report.verdict(result), soft_wrap=not terminal)
+        console.print(_photographs(result), _methods(result), _densities(result), sep="\n")
+        for sentence in (report.findings(result.photographs), report.verdict(result)):
+            console.print(sentence, soft_wrap=not terminal)
         with _report_errors(OSError):
             page = report.write_demo(result, out, overwrite=overwrite)
         console.print(f"Report: {page}", soft_wrap=True)
@@ -190,7 +191,7 @@ def table(
             metavar="FILE", help="An .npz with x_train, y_train, x_test and y_test for each --dataset, in their order."
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Trainings of every method, to see how much they vary.")] = 3,
+    seeds: Annotated[int, typer.Option(help="Trainings of every classifier, to see how much they vary.")] = 3,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="For finished work, which is not done again.")] = Path(
         "misconv-paper"
     ),
@@ -240,24 +241,37 @@ def table(
 
 
 def _methods(result: Demo) -> Table:
+    methods = result.digits.methods
     title = "\nTest digits read correctly, %"
     table = Table("method", "what happens to missing pixels", title=title, box=box.SIMPLE_HEAD)
-    table.add_column("mean" if len(result.methods[0].accuracy) == 1 else "mean ± sd", justify="right", no_wrap=True)
+    table.add_column("mean" if len(methods[0].accuracy) == 1 else "mean ± sd", justify="right", no_wrap=True)
     table.columns[0].no_wrap = True
-    for m in result.methods:
+    for m in methods:
         spread = f" ± {100 * m.deviation:.1f}" if len(m.accuracy) > 1 else ""
         table.add_row(m.name, m.what, f"{100 * m.mean:.1f}{spread}")
     return table
 
 
 def _densities(result: Demo) -> Table:
-    levels = sorted(result.densities[0].coverage)
-    table = Table("density", title="Hidden pixels predicted", box=box.SIMPLE_HEAD)
-    for head in ("NLL per pixel", "RMSE", *(f"inside {100 * level:.0f} %" for level in levels), "seconds"):
+    table = Table("density", title="Hidden pixels of digits predicted", box=box.SIMPLE_HEAD)
+    for head in ("NLL per pixel", "RMSE", "inside 50 %", "inside 90 %", "seconds"):
         table.add_column(head, justify="right")
-    for d in result.densities:
-        inside = [f"{100 * d.coverage[level]:.1f} %" for level in levels]
-        table.add_row(d.name, f"{d.nll:.3f}", f"{d.rmse:.3f}", *inside, f"{d.seconds:.1f}")
+    for d in result.digits.densities:
+        a = d.assessment
+        inside = [f"{100 * share:.1f} %" for share in (a.coverage_50, a.coverage_90)]
+        table.add_row(d.name, f"{a.nll:.3f}", f"{a.rmse:.3f}", *inside, f"{d.seconds:.1f}")
+    return table
+
+
+def _photographs(result: Demo) -> Table:
+    title = "\nPhotographs: errors of hidden pixels, and bias of filter responses near them"
+    table = Table("the hole is", "that is", title=title, box=box.SIMPLE_HEAD)
+    for head in ("RMSE", "edge filters", "random filters"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.columns[0].no_wrap = True
+    for way in result.photographs.ways:
+        biases = (f"{100 * way.bias[bank]:+.1f} %" for bank in ("edge", "random"))
+        table.add_row(way.name, way.what, f"{way.rmse:.4f}", *biases)
     return table
 
 

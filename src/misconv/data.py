@@ -1,4 +1,4 @@
-"""Images to work with: the digits of scikit-learn, public data sets through torchvision, and files of one's own."""
+"""Images to work with: digits and photographs of scikit-learn, public data sets, and files of one's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from misconv._checks import describe
 
-__all__ = ["NAMES", "ImageSet", "digits", "load"]
+__all__ = ["NAMES", "ImageSet", "digits", "load", "photographs"]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -52,6 +52,21 @@ def _sklearn_digits() -> tuple[Array, Array]:
         raise ImportError("the digits come with scikit-learn: pip install 'misconv[demo]'") from error
     values, labels = load_digits(return_X_y=True)
     return values, labels
+
+
+def photographs() -> list[Tensor]:
+    """The two photographs of scikit-learn, a pagoda and a dahlia: images (3, 427, 640) between 0 and 1.
+
+    Example:
+        >>> [tuple(image.shape) for image in photographs()]
+        [(3, 427, 640), (3, 427, 640)]
+    """
+    try:
+        from sklearn.datasets import load_sample_images
+    except ImportError as error:
+        raise ImportError("the photographs come with scikit-learn: pip install 'misconv[demo]'") from error
+    found = load_sample_images().images  # (H, W, 3) each, uint8
+    return [torch.as_tensor(image / 255, dtype=torch.float32).permute(2, 0, 1).contiguous() for image in found]
 
 
 @dataclass(frozen=True, eq=False)
