@@ -156,10 +156,14 @@ def test_a_stream_keeps_few_images(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.held_size == 5
         assert len(found.sample()[0]) == (20 if isinstance(source, Items) else 15)
         assert found.sampled is None
-    monkeypatch.setattr(streams, "MOST_BYTES", 3 * 64 * 4)
-    assert streams.stream_of(
-        Items(), fake_fabric(), validation=0.5, batch_size=16, seed=0, workers=0, least=2
-    ).held_size == 3  # fmt: skip
+    monkeypatch.setattr(streams, "HELD_BYTES", 3 * 64 * 4)
+    monkeypatch.setattr(streams, "SAMPLED_BYTES", 7 * 64 * 4)
+    for source in (Items(), DataLoader(Items(), 16)):
+        found = streams.stream_of(
+            source, fake_fabric(), validation=0.5, batch_size=16, seed=0, workers=0, least=2
+        )  # fmt: skip
+        assert found.held_size == 3
+        assert len(found.sample()[0]) == (7 if isinstance(source, Items) else 4)
 
 
 def fake_fabric() -> Any:

@@ -99,10 +99,10 @@ def fit_density(
     measure on validation images are kept. An `SMFA` is fitted by EM to all images instead; it uses `epochs`, `seed`,
     `checkpoint`, `fabric` and `progress`, and ignores the arguments that are about gradients and validation.
 
-    Images may be more than memory holds: of a Dataset or a DataLoader at most 2,000 are kept, for validation, and at
-    most 4,096 are looked at beforehand, to measure the range of pixels and what regions are missing. A DataLoader is
-    iterated as it is, and the first images that it yields are set aside for validation: they are left out wherever
-    they come again. Several processes must be given the same one.
+    Images may be more than memory holds: of a Dataset or a DataLoader at most 2,000 and 32 MB are kept, for validation,
+    and at most 4,096 and 48 MB are looked at beforehand, to measure the range of pixels and what regions are missing. A
+    DataLoader is iterated as it is, and the first images that it yields are set aside for validation: they are left out
+    wherever they come again. Several processes must be given the same one.
 
     Wherever it is trained, the density comes back on the device, in the dtype and in the train or eval mode in which it
     came: call ``density.eval()`` before you use it. An error or an interruption leaves it with the best parameters so

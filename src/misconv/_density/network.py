@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
 
@@ -37,6 +38,7 @@ __all__ = [
 MOST_WEIGHTS = 2**34  # of a layer, or parameters of an SMFA: 64 GiB in float32
 # Standardised pixels beyond this are cut off at it: an outlier of 1e20 would overflow the squares of BatchNorm.
 FARTHEST = 1e4
+_AT_A_TIME = 64  # images, where they are measured
 
 
 class DensityNetwork(nn.Module):
@@ -82,20 +84,26 @@ class DensityNetwork(nn.Module):
         """Measure mean, deviation and range of the seen pixels of every channel, so that images may have any."""
         observed = self._check(x, observed)
         seen = observed.expand(x.shape)
+        # Some images at a time: copies of all of them in float64 would need more memory than the training.
+        parts = list(zip(x.split(_AT_A_TIME), seen.split(_AT_A_TIME), strict=True))
         count = seen.sum((0, 2, 3), dtype=torch.float64)
-        total = x.where(seen, 0).sum((0, 2, 3), dtype=torch.float64)
+        total = _added(some.where(known, 0).sum((0, 2, 3), dtype=torch.float64) for some, known in parts)
         add_over_processes(count, total)
         if not (count > 0).all():
             raise ValueError(f"observed must show every channel somewhere, got none of channel {int(count.argmin())}")
         center = total / count
-        squares = (x.double() - center.view(-1, 1, 1)).where(seen, 0).square().sum((0, 2, 3))
+        squares = _added(
+            (some.double() - center.view(-1, 1, 1)).where(known, 0).square().sum((0, 2, 3)) for some, known in parts
+        )
         add_over_processes(squares)
         scale = unit_of((squares / count).sqrt(), center)
         check_representable(scale, self.noise_floor, self.scale.dtype)
         self.center.copy_(center.view(-1, 1, 1))
         self.scale.copy_(scale.view(-1, 1, 1))
         if self.bounds == "data" and self.low is not None and self.high is not None:
-            low, high = with_margin(*extremes_over_processes(*extremes(x, seen)), scale)
+            lowest, highest = zip(*(extremes(some, known) for some, known in parts), strict=True)
+            found = torch.stack(lowest).amin(0), torch.stack(highest).amax(0)
+            low, high = with_margin(*extremes_over_processes(*found), scale)
             self.low.copy_(low)
             self.high.copy_(high)
 
@@ -161,6 +169,10 @@ class DensityNetwork(nn.Module):
         noise = scale * (scale * (floor + noise))
         logits, means, factors, noise = (t.to(x.dtype) for t in (logits, means, factors, noise))
         return MFA(logits, means, factors, noise, check=False).fix(x, observed)
+
+
+def _added(parts: Iterable[Tensor]) -> Tensor:
+    return torch.stack(list(parts)).sum(0)
 
 
 def initialize_components(means: nn.Module, noise: nn.Module) -> None:

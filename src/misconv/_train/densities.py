@@ -148,7 +148,7 @@ class DensityTraining:
         if self.shown is None:
             return -math.inf, {}
         sums = torch.zeros(8, dtype=torch.float64, device=self.fabric.device)
-        for part in torch.arange(len(self.shown), device=self.shown.device).split(4 * self.source.batch_size):
+        for part in torch.arange(len(self.shown), device=self.shown.device).split(2 * self.source.batch_size):
             mine = part[self.fabric.global_rank :: self.fabric.world_size]
             idle = len(mine) == 0  # it takes part all the same: processes call the model together, or not at all
             found = self._test(model, part[:1] if idle else mine)

@@ -37,11 +37,15 @@ __all__ = [
     "stream_of",
 ]
 
-MOST_HELD = 2000  # images that are set aside for validation, and stay in memory
-MOST_SAMPLED = 4096  # images that are measured before the training
-MOST_BYTES = 2**28  # of either of them
+MOST_HELD, HELD_BYTES = 2000, 2**25  # images that are set aside for validation, and stay in memory
+MOST_SAMPLED, SAMPLED_BYTES = 4096, 3 * 2**24  # images that are measured before the training
 
 Triple = tuple[Tensor, Tensor, Tensor]
+
+
+def _most(images: Tensor, number: int, size: int) -> int:
+    """How many images like these, at most a number and at most so many bytes; at least two."""
+    return min(number, max(size // (images[0].numel() * images.element_size()), 2))
 
 
 def is_stream(images: object) -> bool:
@@ -122,8 +126,7 @@ class DatasetImages(_Kept):
         order = torch.randperm(count, generator=generator(seed, "split"), device="cpu")
         first, _ = self._load(order[:1])
         self.image = tuple(first.shape[1:])
-        most = MOST_BYTES // (first.numel() * first.element_size())
-        held_size = min(round(validation * count), MOST_HELD, most)
+        held_size = min(round(validation * count), _most(first, MOST_HELD, HELD_BYTES))
         self.size = count - held_size
         if self.size == 0:
             raise ValueError(f"images must hold more than the share set aside for validation, got {count} of them")
@@ -131,9 +134,8 @@ class DatasetImages(_Kept):
         self.steps: int | None = -(-self.size // self.batch_size)
         held, self.rows = order.split([held_size, self.size])
         nothing = first[:0], first[:0] > 0
-        super().__init__(
-            self._load(held) if held_size else nothing, self._load(self.rows[: max(1, min(MOST_SAMPLED, most))])
-        )
+        sampled = self.rows[: _most(first, MOST_SAMPLED, SAMPLED_BYTES)]
+        super().__init__(self._load(held) if held_size else nothing, self._load(sampled))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -179,7 +181,7 @@ class LoaderImages(_Kept):
         x, seen = self._first_images()
         self.image = tuple(x.shape[1:])
         total = len(x) if self.steps is None else max(self.steps * self.most_in_batch, len(x))
-        held_size = min(round(validation * total), MOST_HELD, len(x) // 2)
+        held_size = min(round(validation * total), _most(x, MOST_HELD, HELD_BYTES), len(x) // 2)
         self.batch_size = min(batch_size, len(x))
         self.weights = torch.randint(2**62, (2, x[0].numel()), generator=generator(0, "split"), device="cpu") * 2 + 1
         super().__init__((x[:held_size], seen[:held_size]), (x[held_size:], seen[held_size:]))
@@ -233,7 +235,7 @@ class LoaderImages(_Kept):
         with self._seeded(0):
             for x, seen in self._read():
                 self.image = tuple(x.shape[1:])
-                most = min(MOST_SAMPLED, max(MOST_BYTES // (x[0].numel() * x.element_size()), 2))
+                most = _most(x, MOST_SAMPLED, SAMPLED_BYTES)
                 found.append((x, seen))
                 count += len(x)
                 if count >= most:
