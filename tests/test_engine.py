@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from misconv import MFA, SMFA, ConvDMFA, data, fit_density, missing, store
 from misconv._train import engine as _engine
 from misconv._train import session as _session
+from misconv._train.budget import warm_up_cosine
 from misconv._train.engine import Job, train
 from misconv._train.jobs import classifier_job
+from misconv._train.scores import ratio_and_error, ratio_sums
 from misconv.paper.networks import Classifier, misconv_layer
 
 if TYPE_CHECKING:
@@ -497,6 +499,34 @@ def test_without_a_score_the_last_epoch_is_taken(fabric: Fabric) -> None:
     (history,) = train([spied], fabric, epochs=3, progress=False)
     assert same(spied.module, states[-1])
     assert [sorted(record) for record in history] == [["accuracy", "epoch", "loss"]] * 3
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_where_the_rate_falls_the_last_one_that_is_as_good_is_kept(fabric: Fabric, scheduled: bool) -> None:
+    """Within the standard error of the best score, whatever came in between; a constant rate has no such preference."""
+    scores, states = iter([3.0, 1.0, 2.0, 1.4, 1.6]), []
+
+    def evaluate(model: nn.Module) -> tuple[float, dict[str, float]]:
+        states.append(state(spied.module))
+        return next(scores), {}
+
+    schedule = warm_up_cosine(0.01) if scheduled else None
+    spied = job(fabric, evaluate=evaluate, tolerance=lambda: 0.5, schedule=schedule)
+    train([spied], fabric, epochs=5, progress=False)
+    assert spied.kept == (3 if scheduled else 1)
+    assert same(spied.module, states[spied.kept])
+
+
+def test_the_standard_error_of_a_mean_over_pixels_is_that_of_many_draws() -> None:
+    """Images are drawn again and again with as many pixels as they have."""
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
+    counts = torch.randint(1, 60, (400,), generator=generator).double()
+    totals = counts * torch.randn(400, generator=generator).double() + torch.randn(400, generator=generator).double()
+    mean, error = ratio_and_error(ratio_sums(totals, counts).tolist(), float(counts.sum()))
+    drawn = torch.randint(400, (4000, 400), generator=generator)
+    means = totals[drawn].sum(1) / counts[drawn].sum(1)
+    assert mean == pytest.approx(float(totals.sum() / counts.sum()))
+    assert error == pytest.approx(float(means.std()), rel=0.05)
 
 
 def test_patience_waits_for_the_last_job_that_gets_better(fabric: Fabric) -> None:

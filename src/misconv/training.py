@@ -40,7 +40,6 @@ from misconv._train import (
     identify_module,
     images_for_em,
     is_stream,
-    objective_of,
     on_first,
     one_device,
     progress_bar,
@@ -96,7 +95,8 @@ def fit_density(
 
     In every step a further region of what is seen is hidden, and the negative log-likelihood of the hidden pixels given
     the rest is minimised; pixels that were missing from the start are never read. The best parameters by the same
-    measure on validation images are kept. An `SMFA` is fitted by EM to all images instead; it uses `epochs`, `seed`,
+    measure on validation images are kept (by default, where the learning rate falls, the last ones that are as good as
+    these within a standard error). An `SMFA` is fitted by EM to all images instead; it uses `epochs`, `seed`,
     `checkpoint`, `fabric` and `progress`, and ignores the arguments that are about gradients and validation.
 
     Images may be more than memory holds: of a Dataset or a DataLoader at most 2,000 and 32 MB are kept, for validation,
@@ -187,7 +187,7 @@ def fit_density(
         progress=progress, title="density",
     )  # fmt: skip
     if fabric.global_rank == 0 and source.held_size:
-        doubt = doubts(min(history, key=lambda record: objective_of(record, objective)))
+        doubt = doubts(history[job.kept])
         if doubt is not None:
             warnings.warn(doubt, stacklevel=_WRAPPED)
     return history

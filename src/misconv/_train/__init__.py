@@ -11,7 +11,7 @@ from misconv._train.images import Holes, TensorImages, as_floats, check_incomple
 from misconv._train.jobs import check_count, classifier_job, cosine_schedule, count_right
 from misconv._train.loan import check_trainable, gpu_of
 from misconv._train.processes import on_first
-from misconv._train.scores import doubts, objective_of
+from misconv._train.scores import doubts
 from misconv._train.session import check_fabric, one_device, progress_bar
 from misconv._train.streams import StreamedImages, is_stream, stream_of
 
@@ -43,7 +43,6 @@ __all__ = [
     "identify_module",
     "images_for_em",
     "is_stream",
-    "objective_of",
     "on_first",
     "one_device",
     "progress_bar",

@@ -14,7 +14,16 @@ from misconv._train.images import Holes, TensorImages, check_incomplete
 from misconv._train.jobs import call_model, check_count, check_share
 from misconv._train.loan import borrowed
 from misconv._train.running import Job, Rate
-from misconv._train.scores import OBJECTIVES, figures, fit_sums, nearest_error, validation_sums
+from misconv._train.scores import (
+    OBJECTIVES,
+    figures,
+    fit_sums,
+    nearest_error,
+    objective_of_images,
+    ratio_and_error,
+    ratio_sums,
+    validation_sums,
+)
 from misconv._train.session import EpochRecord
 from misconv._train.streams import StreamedImages
 from misconv.mfa import MFA
@@ -83,6 +92,7 @@ class DensityTraining:
         self.described = holes.identify(source.image)
         self.shown = holes.of_validation(source.held_observed()) if source.held_size else None
         self.squared = torch.zeros((), device=fabric.device)  # the weight of the squared error
+        self.error = 0.0  # the standard error of what was last evaluated
         self.nearest: float | None = None  # the squared error of nearest-pixel fill, which never changes
 
     def job(self, *, learning_rate: Rate, validation: float, seed: int, **options: Any) -> Job:
@@ -104,7 +114,7 @@ class DensityTraining:
         return Job(
             self.density, self.loss, 4, self.summarise, self.evaluate, source.size, source.batch_size, learning_rate,
             seed=seed, begin=self.begin, prepare=self.prepare, resident=source.resident, settings=settings,
-            data=source.identify, synchronize=True, **options,
+            data=source.identify, synchronize=True, tolerance=lambda: self.error, **options,
         )  # fmt: skip
 
     def prepare(self) -> None:
@@ -147,7 +157,7 @@ class DensityTraining:
         """What is minimised, on the images that were set aside; and what is recorded of them."""
         if self.shown is None:
             return -math.inf, {}
-        sums = torch.zeros(8, dtype=torch.float64, device=self.fabric.device)
+        sums = torch.zeros(11, dtype=torch.float64, device=self.fabric.device)
         for part in torch.arange(len(self.shown), device=self.shown.device).split(2 * self.source.batch_size):
             mine = part[self.fabric.global_rank :: self.fabric.world_size]
             idle = len(mine) == 0  # it takes part all the same: processes call the model together, or not at all
@@ -156,17 +166,18 @@ class DensityTraining:
                 sums += found
         total = self.fabric.all_reduce(sums, reduce_op="sum")
         assert isinstance(total, Tensor)
-        objective, nearest, *rest = total.tolist()
+        nearest, *rest = total.tolist()
         self.nearest = nearest if self.nearest is None else self.nearest
-        return objective / max(rest[-1], 1), figures(rest, self.nearest)
+        objective, self.error = ratio_and_error(rest[:4], rest[-1])
+        return objective, figures(rest[4:], self.nearest)
 
     def _test(self, model: nn.Module, which: Tensor) -> Tensor:
-        """Sums over some images: what is minimised, error of nearest-pixel fill, `validation_sums`."""
+        """Sums over some images: error of nearest-pixel fill, `ratio_sums` of what is minimised, `validation_sums`."""
         assert self.shown is not None
         x, seen = self.source.take_held(which)
         x, seen, less = (t.to(self.fabric.device) for t in (x, seen, self.shown[which]))
         target = (seen & ~less).expand(x.shape)
         p = self._predict(model, x, less)
-        objective = fit_sums(p, x, target, self.objective)[:1]
-        nearest = torch.zeros_like(objective) if self.nearest is not None else nearest_error(x, less, target).view(1)
-        return torch.cat([objective, nearest, validation_sums(p, x, target)])
+        objective = ratio_sums(objective_of_images(p, x, target, self.objective), target.sum((1, 2, 3)))
+        nearest = objective.new_zeros(1) if self.nearest is not None else nearest_error(x, less, target).view(1)
+        return torch.cat([nearest, objective, validation_sums(p, x, target)])

@@ -215,7 +215,8 @@ def _is_numbers(job: Any) -> bool:
         for record in job["history"]
     )
     rates = all(isinstance(rate, int | float) for rate in job["rates"]) and len(job["rates"]) == len(job["history"])
-    best = isinstance(job.get("best_score"), int | float) and isinstance(job.get("best_epoch"), int)
+    best = all(isinstance(job.get(name), int | float) for name in ("best_score", "tolerance"))
+    best = best and all(isinstance(job.get(name), int) for name in ("best_epoch", "kept"))
     place = job.get("place")
     placed = isinstance(place, list) and len(place) == 3 and all(isinstance(number, int) for number in place)
     return records and rates and best and placed and len(job["history"]) > 0

@@ -47,6 +47,8 @@ class Job:
         figures: how many.
         summarise: from these sums over an epoch to what is recorded.
         evaluate: model -> a score, lower is better (-inf: take the last epoch), and what is recorded.
+        tolerance: the standard error of that score. Where a `schedule` lets the learning rate fall, the last parameters
+            are kept whose score is not worse than the best by more than that: by chance an earlier one may look better.
         size: how many images; of a stream 0 where that is not known. batch_size: how many in a step.
         learning_rate: of Adam, a number or a function of the epoch, which counts from 0.
         schedule: the learning rate by the share of the training that is done, in place of `learning_rate`.
@@ -63,6 +65,7 @@ class Job:
         synchronize: whether batch normalizations take their statistics over all processes.
         name: what diverged, if it does.
         seconds: its share of the time that `train` took, which fills it in; also of the time before an interruption.
+        kept: the number of the record whose parameters the module holds in the end, which `train` fills in too.
     """
 
     module: nn.Module
@@ -73,6 +76,7 @@ class Job:
     size: int
     batch_size: int
     learning_rate: Rate
+    tolerance: Callable[[], float] | None = None
     schedule: Callable[[float], float] | None = None
     seed: int = 0
     learning_rate_scale: dict[str, float] = field(default_factory=dict)
@@ -89,6 +93,7 @@ class Job:
     synchronize: bool = False
     name: str = "training"
     seconds: float = 0.0
+    kept: int = -1
 
 
 class Running:
@@ -114,6 +119,7 @@ class Running:
         self.model, self.optimizer = fabric.setup(job.module, optimizer)
         self.parameters = [p for p in job.module.parameters() if p.requires_grad]
         self.best_score, self.best_epoch = math.inf, -1
+        self.tolerance = 0.0  # of the best score
         self.epoch = self.full = self.most = 0  # of the round: its epoch, its batches of full size, the most steps
         rows = 0 if job.stream else _full(job.size, job.batch_size, self.least)
         self.order = torch.zeros(rows, job.batch_size if rows else 0, dtype=torch.int64, device=fabric.device)
@@ -234,7 +240,7 @@ class Running:
         self.place.epoch, self.place.position, self.stream = self.place.epoch + 1, 0, None
 
     def judge(self, number: int) -> None:
-        """Validate, and keep the parameters if they are the best so far."""
+        """Validate, and keep the parameters if they are the best so far, or as good as these."""
         total = self.fabric.all_reduce(self.sums, reduce_op="sum")
         assert isinstance(total, Tensor)
         sums = total.tolist()
@@ -249,8 +255,12 @@ class Running:
         if self.budget.epochs is None:
             where["step"] = float(self.place.taken)
         self.history.append({**where, **self.job.summarise(sums), **more})
-        if score < self.best_score or score == -math.inf:
+        better = score < self.best_score or score == -math.inf
+        if better:
             self.best_score, self.best_epoch = score, number
+            self.tolerance = self.job.tolerance() if self.job.tolerance and self.job.schedule else 0.0
+        if better or (self.tolerance > 0 and score <= self.best_score + self.tolerance):
+            self.job.kept = number
             assert self.loan is not None
             self.loan.result = copy.deepcopy(self.job.module.state_dict())
 
@@ -289,7 +299,8 @@ class Running:
 
     def numbers(self) -> JsonObject:
         """The rest of it."""
-        best = {"best_score": self.best_score, "best_epoch": self.best_epoch}
+        best = {"best_score": self.best_score, "best_epoch": self.best_epoch, "tolerance": self.tolerance}
+        best["kept"] = self.job.kept
         place = [self.place.epoch, self.place.position, self.place.taken]
         return {"history": self.history, "rates": self.rates, "place": place, **best}
 
@@ -317,6 +328,7 @@ class Running:
                     entry[name] = torch.empty_like(parameter).copy_(value)
         self.history, self.rates = numbers["history"], numbers["rates"]
         self.best_score, self.best_epoch = numbers["best_score"], numbers["best_epoch"]
+        self.tolerance, self.job.kept = numbers["tolerance"], numbers["kept"]
         self.place, self.stream = Place(*numbers["place"]), None
 
     def _module(self) -> dict[str, Tensor]:

@@ -11,13 +11,33 @@ from misconv._math import coverage_level, nearest_fill
 from misconv._train.session import EpochRecord
 from misconv.mfa import MFA
 
-__all__ = ["OBJECTIVES", "doubts", "figures", "fit_sums", "nearest_error", "objective_of", "validation_sums"]
+__all__ = [
+    "OBJECTIVES",
+    "doubts",
+    "figures",
+    "fit_sums",
+    "nearest_error",
+    "objective_of_images",
+    "ratio_and_error",
+    "ratio_sums",
+    "validation_sums",
+]
 
 # What a density learns from: the likelihood of all that was hidden of an image, the paper's; that of each pixel by
 # itself; or both, the default, without which factors are far too long (docs/maths.md).
 OBJECTIVES = ("joint+marginal", "joint", "marginal")
 
 _MOST_OFF = 0.1  # how far coverages may be off before a user is told
+
+
+def objective_of_images(p: MFA, x: Tensor, target: Tensor, objective: str) -> Tensor:
+    """What is minimised, for every image (B,), summed over the pixels of `target`; in float64."""
+    total = x.new_zeros(len(x), dtype=torch.float64)
+    if "joint" in objective:
+        total = total - p.log_prob(x, target).double()
+    if "marginal" in objective:
+        total = total - p.marginal_log_prob(x, target).double()
+    return total
 
 
 def fit_sums(p: MFA, x: Tensor, target: Tensor, objective: str) -> Tensor:
@@ -31,6 +51,20 @@ def fit_sums(p: MFA, x: Tensor, target: Tensor, objective: str) -> Tensor:
     if "marginal" in objective:
         total = total - p.marginal_log_prob(x, target).sum(dtype=torch.float64)
     return torch.stack([total, nll, error.double(), target.sum().double()])
+
+
+def ratio_sums(totals: Tensor, counts: Tensor) -> Tensor:
+    """What `ratio_and_error` needs of numbers (B,) and how many pixels each is a sum of (B,)."""
+    counts = counts.double()
+    return torch.stack([totals.sum(), totals.square().sum(), (totals * counts).sum(), counts.square().sum()])
+
+
+def ratio_and_error(sums: list[float], pixels: float) -> tuple[float, float]:
+    """The mean over pixels, and its standard error, where images are independent and their pixels are not."""
+    total, squares, products, of_counts = sums
+    mean = total / max(pixels, 1)
+    spread = squares - 2 * mean * products + mean**2 * of_counts
+    return mean, math.sqrt(max(spread, 0.0)) / max(pixels, 1)
 
 
 def validation_sums(p: MFA, x: Tensor, target: Tensor) -> Tensor:
@@ -74,12 +108,6 @@ def figures(sums: list[float], nearest: float) -> EpochRecord:
         "coverage_90": most / pixels,
     }
     return {f"validation_{name}": value for name, value in found.items()}
-
-
-def objective_of(record: EpochRecord, objective: str) -> float:
-    """What is minimised, on validation images."""
-    parts = {"joint": "validation_nll", "marginal": "validation_marginal_nll"}
-    return sum(record[parts[part]] for part in objective.split("+"))
 
 
 def doubts(record: EpochRecord) -> str | None:
