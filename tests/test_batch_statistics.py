@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import misconv
 from misconv import MFA, MisConv2d, missing
 from misconv._conv import Convolution, batch_norm_affine, batch_norm_moments, incomplete_windows, mix_expectations
-from misconv._conv.dispatch import moments, plain_path, plain_squares
+from misconv._conv.dispatch import moments, plain_path, plain_squares, respond
 
 pytest.importorskip("triton")
 
@@ -117,6 +117,28 @@ def test_batch_normalization_and_all_gradients(shape: dict[str, Any], options: d
     sizes = [float(t.norm()) for t in found[1]]
     for ours, theirs in zip(*found, strict=True):
         assert error(ours, theirs, 0.01 * max(sizes)) < 10 * BOUND
+
+
+def test_an_activation_without_kernel_goes_on_by_the_plain_path() -> None:
+    """The statistics may come from a kernel where the activation has none."""
+    start, observed = layer(components=2)
+    found = []
+    for known in (True, False):
+        leaves = leaves_of(start, torch.float64)
+        p, conv = mfa_of(leaves, observed), convolution(leaves, {"padding": 1})
+        vectors = {"running_mean": None, "running_var": None, "weight": torch.tensor([0.5, 1.0, 2.0])}
+        with misconv.plain():
+            if known:
+                norm = batch_norm_affine(2 * 7 * 9, *statistics(p, conv, False), **vectors)  # type: ignore[arg-type]
+                y = respond(p, conv, norm, "mish")
+            else:
+                moved = batch_norm_moments(*moments(p, conv), p.weights, training=True, **vectors)  # type: ignore[arg-type]
+                y = mix_expectations(p, "mish", *moved, incomplete_windows(p, conv))
+        wanted = [t for t in leaves if t is not None]
+        found.append((y.detach(), *torch.autograd.grad(y.square().sum(), wanted, materialize_grads=True)))
+    largest = max(float(t.norm()) for t in found[1])  # of a bias the gradient is 0, but for rounding
+    for ours, theirs in zip(*found, strict=True):
+        assert error(ours, theirs, 1e-3 * largest) < 1e-9
 
 
 def test_second_derivatives() -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from misconv import MFA, ConvDMFA, UNetDMFA, fit_density, missing
+from misconv import MFA, ConvDMFA, UNetDMFA, data, fit_density, missing
 from misconv._math import coverage_level
 from misconv._store import commit, device_name, versions
 from misconv.functional import expected_conv2d
@@ -121,15 +121,12 @@ def _layer(p: MFA, x: Tensor) -> float:
 
 def crops(count: int, *, left: bool, seed: int) -> Tensor:
     """Crops of one half of scikit-learn's photographs (N, 3, side, side), from 0 to 1."""
-    from sklearn.datasets import load_sample_images
-
-    generator, side = torch.Generator().manual_seed(seed), SIDE
-    found = []
+    halves = [photograph.tensor_split(2, dim=2)[0 if left else 1] for photograph in data.photographs()]
+    generator, found = torch.Generator().manual_seed(seed), []
     for number in range(count):
-        photograph = torch.tensor(load_sample_images().images[number % 2]).permute(2, 0, 1) / 255
-        half = photograph[..., : photograph.shape[2] // 2] if left else photograph[..., photograph.shape[2] // 2 :]
-        y, x = (int(torch.randint(n - side, (), generator=generator)) for n in half.shape[1:])
-        found.append(half[:, y : y + side, x : x + side])
+        half = halves[number % 2]
+        y, x = (int(torch.randint(n - SIDE, (), generator=generator)) for n in half.shape[1:])
+        found.append(half[:, y : y + SIDE, x : x + SIDE])
     return torch.stack(found)
 
 

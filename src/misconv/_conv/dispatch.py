@@ -81,18 +81,10 @@ def plain_squares(conv: Convolution) -> Callable[..., Tensor]:
     return squares
 
 
-def _unpacked(
-    conv: Convolution,
-    logits: Tensor,
-    means: Tensor,
-    factors: Tensor,
-    noise: Tensor,
-    observed: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-) -> tuple[MFA, Convolution]:
+def _unpacked(conv: Convolution, *tensors: Any) -> tuple[MFA, Convolution]:
     """What the kernels were given; they take filters in float32 beside images in half precision."""
-    logits, means, factors, noise = (t.to(weight.dtype) for t in (logits, means, factors, noise))
+    *density, observed, weight, bias = tensors
+    logits, means, factors, noise = (t.to(weight.dtype) for t in density)
     return MFA(logits, means, factors, noise, observed, check=False), conv.replace(weight, bias)
 
 

@@ -19,9 +19,7 @@ from misconv._train.scores import (
     figures,
     fit_sums,
     nearest_error,
-    objective_of_images,
     ratio_and_error,
-    ratio_sums,
     validation_sums,
 )
 from misconv._train.session import EpochRecord
@@ -172,12 +170,12 @@ class DensityTraining:
         return objective, figures(rest[4:], self.nearest)
 
     def _test(self, model: nn.Module, which: Tensor) -> Tensor:
-        """Sums over some images: error of nearest-pixel fill, `ratio_sums` of what is minimised, `validation_sums`."""
+        """Sums over some images: error of nearest-pixel fill, `validation_sums`."""
         assert self.shown is not None
         x, seen = self.source.take_held(which)
         x, seen, less = (t.to(self.fabric.device) for t in (x, seen, self.shown[which]))
         target = (seen & ~less).expand(x.shape)
         p = self._predict(model, x, less)
-        objective = ratio_sums(objective_of_images(p, x, target, self.objective), target.sum((1, 2, 3)))
-        nearest = objective.new_zeros(1) if self.nearest is not None else nearest_error(x, less, target).view(1)
-        return torch.cat([nearest, objective, validation_sums(p, x, target)])
+        sums = validation_sums(p, x, target, self.objective)
+        nearest = sums.new_zeros(1) if self.nearest is not None else nearest_error(x, less, target).view(1)
+        return torch.cat([nearest, sums])

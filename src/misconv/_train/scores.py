@@ -17,7 +17,6 @@ __all__ = [
     "figures",
     "fit_sums",
     "nearest_error",
-    "objective_of_images",
     "ratio_and_error",
     "ratio_sums",
     "validation_sums",
@@ -28,16 +27,6 @@ __all__ = [
 OBJECTIVES = ("joint+marginal", "joint", "marginal")
 
 _MOST_OFF = 0.1  # how far coverages may be off before a user is told
-
-
-def objective_of_images(p: MFA, x: Tensor, target: Tensor, objective: str) -> Tensor:
-    """What is minimised, for every image (B,), summed over the pixels of `target`; in float64."""
-    total = x.new_zeros(len(x), dtype=torch.float64)
-    if "joint" in objective:
-        total = total - p.log_prob(x, target).double()
-    if "marginal" in objective:
-        total = total - p.marginal_log_prob(x, target).double()
-    return total
 
 
 def fit_sums(p: MFA, x: Tensor, target: Tensor, objective: str) -> Tensor:
@@ -53,6 +42,21 @@ def fit_sums(p: MFA, x: Tensor, target: Tensor, objective: str) -> Tensor:
     return torch.stack([total, nll, error.double(), target.sum().double()])
 
 
+def validation_sums(p: MFA, x: Tensor, target: Tensor, objective: str) -> Tensor:
+    """Sums over some images, for `ratio_and_error` and `figures`.
+
+    The four `ratio_sums` of what is minimised; −log p, jointly and pixel by pixel; squared error; pixels inside 50 %
+    and 90 % intervals; and how many pixels there are.
+    """
+    parts = {"joint": -p.log_prob(x, target).double(), "marginal": -p.marginal_log_prob(x, target).double()}  # (B,)
+    minimised = torch.stack([value for name, value in parts.items() if name in objective]).sum(0)
+    error = (p.mean - x).where(target, 0).square().sum(dtype=torch.float64)
+    level = _level(p, x)
+    inside = [((level <= share) & target).sum().double() for share in (0.5, 0.9)]
+    sums = torch.stack([*(value.sum() for value in parts.values()), error, *inside, target.sum().double()])
+    return torch.cat([ratio_sums(minimised, target.sum((1, 2, 3))), sums])
+
+
 def ratio_sums(totals: Tensor, counts: Tensor) -> Tensor:
     """What `ratio_and_error` needs of numbers (B,) and how many pixels each is a sum of (B,)."""
     counts = counts.double()
@@ -65,15 +69,6 @@ def ratio_and_error(sums: list[float], pixels: float) -> tuple[float, float]:
     mean = total / max(pixels, 1)
     spread = squares - 2 * mean * products + mean**2 * of_counts
     return mean, math.sqrt(max(spread, 0.0)) / max(pixels, 1)
-
-
-def validation_sums(p: MFA, x: Tensor, target: Tensor) -> Tensor:
-    """Sums of −log p, jointly and pixel by pixel, squared error, pixels inside 50 % and 90 % intervals, and pixels."""
-    joint, marginal = (-method(x, target).sum(dtype=torch.float64) for method in (p.log_prob, p.marginal_log_prob))
-    error = (p.mean - x).where(target, 0).square().sum(dtype=torch.float64)
-    level = _level(p, x)
-    inside = [((level <= share) & target).sum().double() for share in (0.5, 0.9)]
-    return torch.stack([joint, marginal, error, *inside, target.sum().double()])
 
 
 def _level(p: MFA, x: Tensor) -> Tensor:
