@@ -59,21 +59,26 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--limit", type=int, default=10_000, help="test images")
+    parser.add_argument("--only", choices=["densities", "fills"], help="a part; the other stays as it is in --out")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     images, test = load(options.dataset, options.data)
     test = test[: options.limit]
-    rows, fills = [], {}
-    for learned in options.learn:
-        rows += train_and_test(learned, images, test, options)
-    shapes = SPECIAL.get(options.dataset, USUAL)
-    for shape in shapes:
-        fills[shape] = classical(test[:200], region(shape, test, shapes, seed=2)[:200])
-        print(shape, fills[shape], flush=True)
-    device = torch.device(options.device)
+    record: dict[str, Any] = {}
+    if options.only is not None and options.out.exists():
+        record = json.loads(options.out.read_text(encoding="utf-8"))
+    device, shapes = torch.device(options.device), SPECIAL.get(options.dataset, USUAL)
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    record = {"settings": settings, "rows": rows, "fills": fills, "commit": commit()}
-    record |= {"versions": versions(device), "device": device_name(device)}
+    about = {"settings": settings, "commit": commit(), "versions": versions(device), "device": device_name(device)}
+    if options.only != "fills":
+        found = [train_and_test(learned, images, test, options) for learned in options.learn]
+        record |= about | {"rows": [row for rows in found for row in rows]}
+    if options.only != "densities":
+        fills = {}
+        for shape in shapes:
+            fills[shape] = classical(test[:200], region(shape, test, shapes, seed=2)[:200])
+            print(shape, fills[shape], flush=True)
+        record |= {"fills": fills} if options.only is None else {"fills": fills, "fills_made_by": about}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

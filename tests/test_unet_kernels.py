@@ -19,6 +19,12 @@ pytest.importorskip("triton")
 from misconv._triton import Frame, smooth_input
 
 
+@pytest.fixture(autouse=True)
+def _full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of convolutions: it is what is around them that is tested here."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 def network(channels: int = 2, components: int = 1, rank: int = 2, patch: int = 2, **options: object) -> UNetDMFA:
     """One that says something of everything, in units that are not those of the data."""
     torch.manual_seed(0)
@@ -150,7 +156,7 @@ def test_missing_values_are_never_read() -> None:
 @pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
 def test_the_kernels_are_used_on_a_gpu(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And with them the density says what it says without."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    torch.set_default_dtype(torch.float32)
     density = UNetDMFA(3, components=2, patch=4).cuda().eval()
     x = torch.rand(4, 3, 70, 50, device="cuda")
     observed = missing.square(4, 70, 50, device="cuda")
@@ -166,4 +172,9 @@ def test_the_kernels_are_used_on_a_gpu(precision: str, monkeypatch: pytest.Monke
     assert used == [1]
     assert_same(found, expected, 1e-5 if precision == "float32" else 0.05)
     density(x, observed).means.float().sum().backward()  # what learns takes the plain path
+    calls: list[object] = []
+    density.enter.register_forward_hook(lambda *arguments: calls.append(arguments))
+    with torch.no_grad():
+        density(x, observed)  # so does what is watched inside
+    assert len(calls) == 1
     assert used == [1]

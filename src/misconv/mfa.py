@@ -120,6 +120,8 @@ class MFA:
     @property
     def mean(self) -> Tensor:
         """(B, C, H, W), the expected image ``Σ_k π_k μ_k``; exact at observed pixels."""
+        if self.means.shape[-4] == 1:  # all weight is on one component; a copy, as it is of several
+            return self.means.select(-4, 0).clone()
         mixed = (_over_pixels(self.weights) * self.means).sum(-4)
         return mixed if self.observed is None else torch.where(self.observed, self.means.select(-4, 0), mixed)
 

@@ -140,6 +140,9 @@ class UNetDMFA(DensityNetwork):
         tensors = (x, *self.parameters())
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             return False
+        parts = (module for module in self.modules() if module is not self)
+        if any(part._forward_hooks or part._forward_pre_hooks for part in parts):  # the kernels do not call these
+            return False
         return torch.float64 not in (x.dtype, self.center.dtype) and x.numel() > 0 and max(x.shape[2:]) > 1
 
     def _fused(self, x: Tensor, observed: Tensor) -> MFA:
@@ -148,9 +151,10 @@ class UNetDMFA(DensityNetwork):
 
         frame = Frame(self.center, self.scale, self.low, self.high, self.noise_floor, FARTHEST)
         inside, filled = smooth_input(x, observed, frame, self.patch, self._type_inside(x.device))
-        outputs, logits = self._through(inside)
+        outputs, logits = self._through_joined(inside)
+        assert self.head.bias is not None
         size = (self.components, self.rank, self.patch)
-        means, factors, noise = to_mixture(x, observed, frame, filled, outputs, *size)
+        means, factors, noise = to_mixture(x, observed, frame, filled, outputs, self.head.bias, *size)
         return MFA(logits.to(x.dtype), means, factors, noise, observed, check=False)
 
     def _type_inside(self, device: torch.device) -> torch.dtype:
@@ -175,6 +179,39 @@ class UNetDMFA(DensityNetwork):
             coarse = F.interpolate(coarse, scale_factor=2, mode="nearest")[..., : skip.shape[-2], : skip.shape[-1]]
             features = self.up[level](skip + coarse)
         return self.head(F.relu(features)), self._weigh(F.relu(bottom).mean((2, 3)))
+
+    def _through_joined(self, inside: Tensor) -> tuple[Tensor, Tensor]:
+        """As `_through`, with kernels that join all that is between two convolutions; the head's bias is not added."""
+        from misconv._triton import join
+
+        def joined(conv: nn.Conv2d, skip: Tensor | None = None, *, doubled: bool = False) -> tuple[Tensor, Tensor]:
+            assert conv.bias is not None
+            return join(_without_bias(conv, active), conv.bias, skip, doubled=doubled)
+
+        shrink, grow = _convolutions(self.shrink), _convolutions(self.grow)
+        active = inside
+        features, active = joined(self.enter)
+        passed = []
+        for level, blocks in enumerate(self.down):
+            for conv in _convolutions(blocks):
+                features, active = joined(conv, features)
+            if level < len(shrink):
+                passed.append(features)
+                features, active = joined(shrink[level])
+        logits = self._weigh(active.mean((2, 3)))
+        for level in reversed(range(len(self.up))):
+            features, active = joined(grow[level], passed[level], doubled=True)
+            for conv in _convolutions(self.up[level]):
+                features, active = joined(conv, features)
+        return _without_bias(self.head, active), logits
+
+
+def _convolutions(module: nn.Module) -> list[nn.Conv2d]:
+    return [part for part in module.modules() if isinstance(part, nn.Conv2d)]
+
+
+def _without_bias(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    return F.conv2d(x, conv.weight, None, conv.stride, conv.padding)
 
 
 def _blocks(width: int, count: int) -> nn.Sequential:

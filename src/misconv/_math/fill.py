@@ -38,7 +38,8 @@ def push_pull(x: Tensor, observed: Tensor, *, relaxed: bool = False) -> Tensor:
         coarse = F.interpolate(filled, scale_factor=2, mode="bilinear", align_corners=False)
         coarse = coarse[..., : value.shape[-2], : value.shape[-1]]
         filled = weight * value + (1 - weight) * coarse
-        for _ in range(SWEEPS[not levels] if relaxed else 0):
+        sweeps = SWEEPS[0] if levels else SWEEPS[1]
+        for _ in range(sweeps if relaxed else 0):
             filled = weight * value + (1 - weight) * _neighbours(filled)
     return x.where(observed, filled)
 

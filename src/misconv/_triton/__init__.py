@@ -1,8 +1,8 @@
 """Kernels for a GPU, in Triton; importing this needs Triton."""
 
-from misconv._triton.network import Frame, smooth_input, to_mixture
+from misconv._triton.network import Frame, join, smooth_input, to_mixture
 from misconv._triton.operator import respond
 from misconv._triton.score import condition, log_prob
 from misconv._triton.statistics import batch_statistics
 
-__all__ = ["Frame", "batch_statistics", "condition", "log_prob", "respond", "smooth_input", "to_mixture"]
+__all__ = ["Frame", "batch_statistics", "condition", "join", "log_prob", "respond", "smooth_input", "to_mixture"]

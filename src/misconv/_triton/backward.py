@@ -14,11 +14,13 @@ from misconv._triton.forward import (
     count_missing,
     mean_of,
     moments_of,
+    product,
     read,
     read_stack,
     repeat_stack,
     rounded,
     share_of,
+    squares_of,
     stack_of,
     starts_below,
     turned_windows,
@@ -33,10 +35,10 @@ __all__ = ["backward_kernel"]
 def _by_weight(g, box, starts, table, block, TURNED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_T: tl.constexpr):
     """gᵀX (channels, taps), or Xᵀg (taps, channels) if TURNED: a large g is better not turned for every block."""
     if TURNED:
-        product = tl.dot(turned_windows(box, starts, table, block, BLOCK_T), g, input_precision=PRECISION)
+        by_weight = product(turned_windows(box, starts, table, block, BLOCK_T), g, None, PRECISION)
     else:
-        product = tl.dot(tl.trans(g), windows_of(box, starts, table, block, BLOCK_T), input_precision=PRECISION)
-    return product
+        by_weight = product(tl.trans(g), windows_of(box, starts, table, block, BLOCK_T), None, PRECISION)
+    return by_weight
 
 
 @triton.jit
@@ -67,7 +69,7 @@ def _scatter(gradient, g, w, box, scale, starts, table, chunk, block, TAPS: tl.c
     t = block * BLOCK_T + tl.arange(0, BLOCK_T)
     exists = (t < CHUNK_TAPS) & (chunk * CHUNK_TAPS + t < TAPS)
     offsets = windows_of(box, starts, table, block, BLOCK_T)
-    by_image = tl.dot(g, tl.trans(w), input_precision=PRECISION) * scale
+    by_image = product(g, tl.trans(w), None, PRECISION) * scale
     tl.atomic_add(gradient + offsets, by_image, mask=(offsets >= 0) & exists[None, :], sem="relaxed")
 
 
@@ -119,7 +121,7 @@ def _spread(total, private, means, by_means, noise, by_noise, factors, by_factor
                 _scatter(by_means + first, by_m, w, offsets, scale, starts, table, chunk, block, TAPS, CHUNK_TAPS,
                          PRECISION, BLOCK_T)  # fmt: skip
             if BY_NOISE:
-                square = rounded(w * w, PRECISION)
+                square = squares_of(w, PRECISION)
                 _scatter(by_noise + first, by_v, square, missing, 1.0, starts, table, chunk, block, TAPS, CHUNK_TAPS,
                          PRECISION, BLOCK_T)  # fmt: skip
             if BY_FACTORS and FACTORS:

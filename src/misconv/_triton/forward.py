@@ -6,11 +6,14 @@ matrix X of windows (pixels × taps) in shared memory, and multiplies by the wei
 holds no missing pixel the mean is all there is to compute; elsewhere noise and factors follow, read at missing pixels
 only, since observed ones count as zero. Mean and variance stay in registers; the backward kernel computes them again.
 
-Products take float32 operands, rounded to TF32 where the user allows it, and sums are float32. Everything here is made
-of operations that Triton's interpreter knows, so that the kernels are tested without a GPU.
+Products take float32 operands, rounded to TF32 where the user allows it, and bfloat16 ones in a network of that type;
+sums are float32. Everything here is made of operations that Triton's interpreter knows, so that the kernels are tested
+without a GPU.
 """
 
 from __future__ import annotations
+
+import os
 
 import triton
 import triton.language as tl
@@ -23,17 +26,22 @@ __all__ = [
     "forward_kernel",
     "mean_of",
     "moments_of",
+    "product",
     "read",
     "read_stack",
     "repeat_stack",
     "rounded",
     "share_of",
+    "squares_of",
     "stack_of",
     "starts_below",
     "turned_windows",
     "weights_of",
     "windows_of",
 ]
+
+# The interpreter would multiply the bits of bfloat16 numbers as integers.
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 # Boxes and windows -----------------------------------------------------------------------------------------------
 
@@ -82,10 +90,31 @@ def count_missing(observed, top, left, height, width, CHANNELS: tl.constexpr, CH
 
 @triton.jit
 def rounded(values, PRECISION: tl.constexpr):
-    """To the nearest TF32 number, if that is the precision of products: the hardware would cut off what is too much."""
-    if PRECISION == "tf32":
+    """What products take. To the nearest TF32 number, where that is asked for: the hardware would cut off the rest."""
+    if PRECISION == "bf16":
+        values = values.to(tl.bfloat16)
+    elif PRECISION == "tf32":
         values = ((values.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
     return values
+
+
+@triton.jit
+def squares_of(weights, PRECISION: tl.constexpr):
+    """The squares of weights, as products take them."""
+    wide = weights.to(tl.float32)
+    return rounded(wide * wide, PRECISION)
+
+
+@triton.jit
+def product(left, right, total, PRECISION: tl.constexpr):
+    """total + left · right in float32; total may be None."""
+    if PRECISION == "bf16":
+        if _INTERPRETED:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        found = tl.dot(left, right, total)
+    else:
+        found = tl.dot(left, right, total, input_precision=PRECISION)
+    return found
 
 
 @triton.jit
@@ -180,7 +209,7 @@ def mean_of(means, observed, weight, table, starts, channels, top, left, height,
         for block in tl.range((CHUNK * WINDOW + BLOCK_T - 1) // BLOCK_T, disable_licm=True):
             w = weights_of(weight, chunk, block, channels, CHANNELS * WINDOW, CHUNK * WINDOW, OUT, PRECISION, BLOCK_O,
                            BLOCK_T)  # fmt: skip
-            m = tl.dot(windows_of(box, starts, table, block, BLOCK_T), w, m, input_precision=PRECISION)
+            m = product(windows_of(box, starts, table, block, BLOCK_T), w, m, PRECISION)
     return m
 
 
@@ -201,7 +230,7 @@ def stack_of(factors, number, observed, weight, table, starts, channels, top, le
         for block in tl.range((CHUNK * WINDOW + BLOCK_T - 1) // BLOCK_T, disable_licm=True):
             w = weights_of(weight, chunk, block, channels, CHANNELS * WINDOW, CHUNK * WINDOW, OUT, PRECISION, BLOCK_O,
                            BLOCK_T)  # fmt: skip
-            r = tl.dot(windows_of(box, below, table, block, BLOCK_T), w, r, input_precision=PRECISION)
+            r = product(windows_of(box, below, table, block, BLOCK_T), w, r, PRECISION)
     return r
 
 
@@ -227,11 +256,11 @@ def moments_of(means, factors, noise, observed, weight, table, starts, channels,
         for block in tl.range((CHUNK * WINDOW + BLOCK_T - 1) // BLOCK_T, disable_licm=True):
             w = weights_of(weight, chunk, block, channels, CHANNELS * WINDOW, CHUNK * WINDOW, OUT, PRECISION, BLOCK_O,
                            BLOCK_T)  # fmt: skip
-            m = tl.dot(windows_of(of_means, starts, table, block, BLOCK_T), w, m, input_precision=PRECISION)
-            square = rounded(w * w, PRECISION)
-            v = tl.dot(windows_of(of_noise, starts, table, block, BLOCK_T), square, v, input_precision=PRECISION)
+            m = product(windows_of(of_means, starts, table, block, BLOCK_T), w, m, PRECISION)
+            square = squares_of(w, PRECISION)
+            v = product(windows_of(of_noise, starts, table, block, BLOCK_T), square, v, PRECISION)
             if L > 0:
-                r = tl.dot(windows_of(of_factors, below, table, block, BLOCK_T), w, r, input_precision=PRECISION)
+                r = product(windows_of(of_factors, below, table, block, BLOCK_T), w, r, PRECISION)
     v += _sum_stack(r * r, STACK, BLOCK_P, BLOCK_O)
     for number in range(1, (L + STACK - 1) // STACK):
         r2 = stack_of(factors, number, observed, weight, table, starts, channels, top, left, height, width, size, L,

@@ -11,12 +11,20 @@ from torch import Tensor
 
 from misconv._math import SWEEPS
 from misconv._triton.launch import Launch, dense
-from misconv._triton.unet import enter_kernel, output_kernel, pull_kernel, push_kernel, relax_kernel
+from misconv._triton.unet import (
+    enter_kernel,
+    join_kernel,
+    output_kernel,
+    pull_kernel,
+    push_images_kernel,
+    push_kernel,
+    relax_kernel,
+)
 
-__all__ = ["Frame", "smooth_input", "to_mixture"]
+__all__ = ["Frame", "join", "smooth_input", "to_mixture"]
 
 _BLOCK = 512  # pixels of a program
-assert SWEEPS[1] == 1  # at the finest level there is no buffer for more
+assert SWEEPS[1] == 1  # made by the kernels that read the finest level
 
 
 class Frame(NamedTuple):
@@ -31,7 +39,7 @@ class Frame(NamedTuple):
 
 
 def smooth_input(x: Tensor, observed: Tensor, frame: Frame, patch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What the network reads, (B, 2C patch², H/patch, W/patch) with channels last; and the fill at half the size.
+    """What the network reads, (B, 2C patch², H/patch, W/patch) with channels last; and the fill before its last sweep.
 
     Args:
         x: (B, C, H, W), of which H or W is more than one. observed: bool (B, 1, H, W) or (B, C, H, W).
@@ -58,14 +66,34 @@ def smooth_input(x: Tensor, observed: Tensor, frame: Frame, patch: int, dtype: t
         for _ in range(SWEEPS[0]):
             before, filled = filled, torch.empty_like(value)
             _launch(relax_kernel, (value, weight, before, filled), batch * channels, here, here)
+    coarse, filled = filled, x.new_empty(x.shape, dtype=torch.float32)
+    tensors = (x, observed, *units, coarse, filled)
+    numbers = (frame.farthest, *places, channels, height, width, *coarse.shape[2:])
+    _launch(push_images_kernel, tensors, batch * channels, (height, width), numbers)
     high, wide = -(-height // patch), -(-width // patch)
     inputs = torch.empty(
         (batch, 2 * channels * patch**2, high, wide), dtype=dtype, device=x.device, memory_format=torch.channels_last
     )
-    numbers = (frame.farthest, *places, height, width, *filled.shape[2:], high * wide, wide)
-    tensors = (x, observed, *units, filled, inputs)
-    _launch(enter_kernel, tensors, batch, inputs.shape[1:], numbers, (channels, patch))
+    numbers = (*places[4:], height, width, high * wide, wide)
+    _launch(enter_kernel, (observed, filled, inputs), batch, inputs.shape[1:], numbers, (channels, patch))
     return inputs, filled
+
+
+def join(result: Tensor, bias: Tensor, skip: Tensor | None = None, *, doubled: bool = False) -> tuple[Tensor, Tensor]:
+    """The result of a convolution + bias + what skipped it; and its ReLU. Both with channels last.
+
+    Args:
+        doubled: the result has half the size of `skip`, rounded up.
+    """
+    batch, channels, h, w = result.shape
+    result = result.contiguous(memory_format=torch.channels_last)
+    high, wide = (h, w) if skip is None else skip.shape[2:]
+    size = (batch, channels, high, wide)
+    joined = torch.empty(size, dtype=result.dtype, device=result.device, memory_format=torch.channels_last)
+    active = torch.empty_like(joined)
+    tensors, kind = (result, *dense(bias), skip, joined, active), (channels, skip is not None, doubled)
+    _launch(join_kernel, tensors, batch, (channels, high, wide), (high, wide, h, w), kind)
+    return joined, active
 
 
 def to_mixture(
@@ -74,6 +102,7 @@ def to_mixture(
     frame: Frame,
     filled: Tensor,
     outputs: Tensor,
+    bias: Tensor,
     components: int,
     rank: int,
     patch: int,
@@ -82,15 +111,15 @@ def to_mixture(
 
     Args:
         x, observed, filled: as in `smooth_input`.
-        outputs: (B, K (2 + L) C patch², H/patch, W/patch): means, noise and factors.
+        outputs: (B, K (2 + L) C patch², H/patch, W/patch): means, noise and factors, to which the bias is still added.
     """
     batch, channels, height, width = x.shape
     means = x.new_empty(batch, components, channels, height, width)
     noise, factors = torch.empty_like(means), x.new_empty(batch, components, rank, channels, height, width)
     rows, wide = -(-height // patch), -(-width // patch)
     strides = (*x.stride(), *_strides(observed, channels), *outputs.stride())
-    numbers = (frame.farthest, frame.floor, *strides, height, width, *filled.shape[2:], rows)
-    tensors = (x, observed, *dense(*frame[:4]), filled, outputs, means, factors, noise)
+    numbers = (frame.floor, *strides, height, width, rows)
+    tensors = (x, observed, *dense(*frame[:4]), filled, outputs, *dense(bias), means, factors, noise)
     kind = (components, rank, channels, patch, frame.low is not None)
     _launch(output_kernel, tensors, batch * components * channels * rows, (wide, patch**2), numbers, kind)
     return means, factors, noise

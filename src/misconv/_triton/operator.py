@@ -211,9 +211,12 @@ def _kernel_of_name(name: str) -> tuple[str, float, float] | None:
 
 
 def _precision(dtype: torch.dtype) -> tuple[str, torch.dtype]:
-    """The rounding of products, and the type of the result; TF32 holds every bit of the half precisions."""
+    """The rounding of what products take, and the type of the result; TF32 holds every bit of float16."""
     if torch.is_autocast_enabled("cuda"):
-        return "tf32", torch.get_autocast_dtype("cuda")
+        result = torch.get_autocast_dtype("cuda")
+        return "bf16" if result == torch.bfloat16 else "tf32", result
+    if dtype == torch.bfloat16:  # … but squares of weights may be too small for float16
+        return "bf16", dtype
     try:
         allowed = torch.backends.cudnn.allow_tf32
     except RuntimeError:  # set apart for convolutions and others, and only the newer interface can say so

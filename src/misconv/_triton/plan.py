@@ -33,7 +33,7 @@ class Settings(NamedTuple):
     activation: str
     low: float
     high: float
-    precision: str  # of products, as `tl.dot` names them
+    precision: str  # of what products take, as `rounded` names it
     dtype: torch.dtype  # of the output
 
 
@@ -235,7 +235,7 @@ class Plan:
     def _forward(self, strides: _Shape) -> tuple[Launch, Tensor, _Shape]:
         """The launch, its table of taps, and the strides of the output."""
         s, batch, tiling = self.settings, self.means[0], _FORWARD[self.small]
-        (across, tiles), parts, _, constants, table = self._tiles(tiling)
+        (across, tiles), parts, _, constants, table = self._tiles(tiling, s.precision)
         numbers = (*self.means[3:], *s.size, across, tiles, *strides, s.low, s.high)
         grid, arguments = (batch * tiles, parts, 1), (*numbers, *constants)
         launch = Launch(forward_kernel, self.device, grid, arguments, num_stages=1, **tiling.options)
@@ -245,7 +245,7 @@ class Plan:
     def squares(self) -> tuple[Launch, Tensor, int]:
         """The launch, its table of taps, and the number of programs."""
         s, batch, tiling = self.settings, self.means[0], _FORWARD[self.small]
-        (across, tiles), parts, _, constants, table = self._tiles(tiling)
+        (across, tiles), parts, _, constants, table = self._tiles(tiling, s.precision)
         programs = self._programs(tiling, batch * tiles, parts)
         arguments = (batch, *self.means[3:], *s.size, across, tiles, *constants)
         launch = Launch(squares_kernel, self.device, (programs, parts, 1), arguments, num_stages=1, **tiling.options)
@@ -263,7 +263,9 @@ class Plan:
         if found is not None:
             return found
         s, batch, tiling = self.settings, self.means[0], _BACKWARD[self.small, any(needed[2:])]
-        (across, tiles), parts, blocks, constants, table = self._tiles(tiling)
+        # Gradients are differences of large numbers, of which bfloat16 would leave a digit or two.
+        precision = "tf32" if s.precision == "bf16" else s.precision
+        (across, tiles), parts, blocks, constants, table = self._tiles(tiling, precision)
         programs = self._programs(tiling, batch * tiles, parts)
         numbers = (batch, *self.means[3:], *s.size, across, tiles, *strides, s.low, s.high)
         grid, arguments = (programs, parts, 1), (*numbers, *constants, *needed)
@@ -271,7 +273,7 @@ class Plan:
         self._backward[strides, needed] = launch, table, programs, blocks
         return self._backward[strides, needed]
 
-    def _tiles(self, tiling: _Tiling) -> tuple[tuple[int, int], int, tuple[int, int, int], Any, Tensor]:
+    def _tiles(self, tiling: _Tiling, precision: str) -> tuple[tuple[int, int], int, tuple[int, int, int], Any, Tensor]:
         """Tiles across and in all; parts of the channels; blocks of taps; the constants of a kernel; its table.
 
         Of the taps: the number of chunks, the taps in one, and the places that the backward kernel keeps for them.
@@ -297,7 +299,7 @@ class Plan:
             self.planes is not None and self.planes > 1,
             self.has_bias,
             s.activation,
-            s.precision,
+            precision,
             *tile,
             *box,
             chunk,

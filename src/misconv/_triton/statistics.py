@@ -58,7 +58,7 @@ def _mean_response(p: MFA, conv: Convolution, plan: Plan) -> Tensor:
     padded = F.pad(image.unsqueeze(0), conv.margins)
     windows = F.unfold(padded, conv.kernel, conv.dilations, 0, conv.strides).sum((0, 2))  # (C · kh · kw,)
     batch, out, rows, columns = plan.shape
-    weight = conv.weight.double().view(conv.groups, out // conv.groups, -1)
+    weight = conv.weight.double().reshape(conv.groups, out // conv.groups, -1)
     response = torch.einsum("got,gt->go", weight, windows.view(conv.groups, -1)).flatten()
     return (response / (batch * rows * columns)).float()
 

@@ -4,10 +4,11 @@ Alone the convolutions of such a network are cheap; what is around them, written
 through the memory of the GPU dozens of times. Here it is
 
 1. `pull_kernel`: one level of the push–pull pyramid (`misconv._math.push_pull`), the first one from the images;
-2. `push_kernel`: on the way back, what a level does not know from the next coarser one; `relax_kernel`: from the
-   pixels around it;
+2. `push_kernel` and, for the images, `push_images_kernel`: on the way back, what a level does not know from the next
+   coarser one; `relax_kernel`: from the pixels around it;
 3. `enter_kernel`: the finest level and what was seen, blocks of pixels as channels: what the network reads;
-4. `output_kernel`: from what the network says to means, factors and noise, bounded (`misconv._density.bound`).
+4. `join_kernel`: between two convolutions bias, sum and ReLU;
+5. `output_kernel`: from what the network says to means, factors and noise, bounded (`misconv._density.bound`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from typing import Any
 import triton
 import triton.language as tl
 
-__all__ = ["enter_kernel", "output_kernel", "pull_kernel", "push_kernel", "relax_kernel"]
+__all__ = [
+    "enter_kernel",
+    "join_kernel",
+    "output_kernel",
+    "pull_kernel",
+    "push_images_kernel",
+    "push_kernel",
+    "relax_kernel",
+]
 
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
@@ -105,55 +114,57 @@ def push_kernel(value, weight, coarse, filled, H, W, h, w, tiles, BLOCK: tl.cons
 
 
 @_jit
+def push_images_kernel(
+    images, observed, center, scale, coarse, filled, farthest,
+    image_stride, channel_stride, row_stride, column_stride,
+    seen_image, seen_channel, seen_row, seen_column,
+    C, H, W, h, w, tiles,
+    BLOCK: tl.constexpr,
+):
+    """The same for the images themselves (H, W), whose pixels are known or not."""
+    plane, place = _share(tiles, BLOCK)
+    image, channel = plane // C, plane % C
+    row, column, inside = place // W, place % W, place < H * W
+    there = image * seen_image + channel * seen_channel + row * seen_row + column * seen_column
+    seen = (tl.load(observed + there, mask=inside, other=0) != 0) & inside
+    there = image * image_stride + channel * channel_stride + row * row_stride + column * column_stride
+    known = _standardised(images, center, scale, channel, there, seen, farthest)
+    unknown = _between(coarse, plane, row, column, inside & ~seen, h, w)
+    tl.store(filled + plane * H * W + place, tl.where(seen, known, unknown), mask=inside)
+
+
+@_jit
 def relax_kernel(value, weight, before, after, H, W, tiles, BLOCK: tl.constexpr):
     """One sweep of Jacobi's method: what a level (H, W) does not know is the mean of the four pixels around it."""
     plane, place = _share(tiles, BLOCK)
     inside = place < H * W
     share = tl.load(weight + plane * H * W + place, mask=inside, other=0.0)
     known = tl.load(value + plane * H * W + place, mask=inside, other=0.0)
-    around = tl.zeros((BLOCK,), tl.float32)
-    for i in tl.static_range(4):
-        row, column = _neighbour(place // W, place % W, H, W, i)
-        around += tl.load(before + plane * H * W + row * W + column, mask=inside, other=0.0)
-    tl.store(after + plane * H * W + place, share * known + (1 - share) * around / 4, mask=inside)
+    around = _around(before + plane * H * W, place // W, place % W, inside, H, W)
+    tl.store(after + plane * H * W + place, share * known + (1 - share) * around, mask=inside)
 
 
 @_jit
-def _neighbour(row, column, H, W, i: tl.constexpr):
-    """The pixel above, below, before or after another; past the border that one itself."""
-    down, right = (2 * i - 1 if i < 2 else 0), (2 * i - 5 if i >= 2 else 0)
-    return tl.minimum(tl.maximum(row + down, 0), H - 1), tl.minimum(tl.maximum(column + right, 0), W - 1)
-
-
-@_jit
-def _finest_fill(
-    images, observed, center, scale, coarse, image, channel, row, column, mask, farthest,
-    image_stride, channel_stride, row_stride, column_stride,
-    seen_image, seen_channel, seen_row, seen_column,
-    H, W, h, w,
-    C: tl.constexpr,
-):
-    """What is filled in at the finest level, from the next coarser one; with one sweep, for which four are computed."""
-    around = tl.zeros(row.shape, tl.float32)
-    for i in tl.static_range(4):
-        r, c = _neighbour(row, column, H, W, i)
-        place = image * seen_image + channel * seen_channel + r * seen_row + c * seen_column
-        seen = tl.load(observed + place, mask=mask, other=0) != 0
-        place = image * image_stride + channel * channel_stride + r * row_stride + c * column_stride
-        known = _standardised(images, center, scale, channel, place, seen & mask, farthest)
-        around += tl.where(seen, known, _between(coarse, image * C + channel, r, c, mask & ~seen, h, w))
-    return around / 4
+def _around(plane, row, column, mask, H, W):
+    """The mean of the four pixels next to one; past the border that one itself stands for them."""
+    total = tl.load(plane + tl.maximum(row - 1, 0) * W + column, mask=mask, other=0.0)
+    total += tl.load(plane + tl.minimum(row + 1, H - 1) * W + column, mask=mask, other=0.0)
+    total += tl.load(plane + row * W + tl.maximum(column - 1, 0), mask=mask, other=0.0)
+    total += tl.load(plane + row * W + tl.minimum(column + 1, W - 1), mask=mask, other=0.0)
+    return total / 4
 
 
 @_jit
 def enter_kernel(
-    images, observed, center, scale, coarse, inputs, farthest,
-    image_stride, channel_stride, row_stride, column_stride,
+    observed, filled, inputs,
     seen_image, seen_channel, seen_row, seen_column,
-    H, W, h, w, blocks, wide, tiles,
+    H, W, blocks, wide, tiles,
     C: tl.constexpr, PATCH: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Filled images, then what was seen, (B, blocks, 2 C PATCH²): a pixel of a block is a channel; 0 past the image."""
+    """Filled images, then what was seen, (B, blocks, 2 C PATCH²): a pixel of a block is a channel; 0 past the image.
+
+    The last sweep over what is filled is made here.
+    """
     image, entry = _share(tiles, BLOCK)
     inside = entry < blocks * 2 * C * PATCH * PATCH
     block, part = entry // (2 * C * PATCH * PATCH), entry % (2 * C * PATCH * PATCH)
@@ -164,16 +175,38 @@ def enter_kernel(
     place = image * seen_image + channel * seen_channel + row * seen_row + column * seen_column
     seen = tl.load(observed + place, mask=there, other=0) != 0
     is_value = there & (kind < C)
-    place = image * image_stride + channel * channel_stride + row * row_stride + column * column_stride
-    known = _standardised(images, center, scale, channel, place, seen & is_value, farthest)
-    filled = _finest_fill(
-        images, observed, center, scale, coarse, image, channel, row, column, is_value & ~seen, farthest,
-        image_stride, channel_stride, row_stride, column_stride, seen_image, seen_channel, seen_row, seen_column,
-        H, W, h, w, C,
-    )
-    number = tl.where(kind < C, tl.where(seen, known, filled), seen.to(tl.float32))
+    plane = filled + (image * C + channel) * H * W
+    known = tl.load(plane + row * W + column, mask=is_value & seen, other=0.0)
+    unknown = _around(plane, row, column, is_value & ~seen, H, W)
+    number = tl.where(kind < C, tl.where(seen, known, unknown), seen.to(tl.float32))
     place = image * blocks * 2 * C * PATCH * PATCH + entry
     tl.store(inputs + place, number.to(inputs.dtype.element_ty), mask=inside)
+
+
+@_jit
+def join_kernel(
+    result, bias, skip, joined, active,
+    H, W, h, w, tiles,
+    C: tl.constexpr, SKIP: tl.constexpr, DOUBLED: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """`joined` = the result of a convolution + bias + what skipped it, `active` = its ReLU; channels last, (H, W, C).
+
+    If it is DOUBLED, every pixel of the result (h, w, C) becomes 2×2.
+    """
+    image, entry = _share(tiles, BLOCK)
+    inside = entry < H * W * C
+    channel, place = entry % C, image * H * W * C + entry
+    source = place
+    if DOUBLED:
+        pixel = entry // C
+        source = image * h * w * C + (pixel // W // 2 * w + pixel % W // 2) * C + channel
+    value = tl.load(result + source, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    if SKIP:
+        value += tl.load(skip + place, mask=inside, other=0.0).to(tl.float32)
+    kind = joined.dtype.element_ty
+    tl.store(joined + place, value.to(kind), mask=inside)
+    tl.store(active + place, tl.where(value < 0, 0.0, value).to(kind), mask=inside)
 
 
 @_jit
@@ -182,12 +215,19 @@ def _softplus(x):
 
 
 @_jit
+def _output(start, bias, number, stride, mask):
+    """One of the numbers that the network says of a pixel."""
+    value = tl.load(start + number * stride, mask=mask, other=0.0).to(tl.float32)
+    return value + tl.load(bias + number, mask=mask, other=0.0).to(tl.float32)
+
+
+@_jit
 def output_kernel(
-    images, observed, center, scale, low, high, coarse, outputs, means, factors, noise, farthest, least,
+    images, observed, center, scale, low, high, filled, outputs, bias, means, factors, noise, least,
     image_stride, channel_stride, row_stride, column_stride,
     seen_image, seen_channel, seen_row, seen_column,
     out_image, out_channel, out_row, out_column,
-    H, W, h, w, rows, tiles,
+    H, W, rows, tiles,
     K: tl.constexpr, L: tl.constexpr, C: tl.constexpr, PATCH: tl.constexpr, BOUNDED: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Means and noise (B, K, C, H, W) and factors (B, K, L, C, H, W) from the outputs of the network.
@@ -207,26 +247,22 @@ def output_kernel(
     hidden = inside & ~seen
     c, s = tl.load(center + channel).to(tl.float32), tl.load(scale + channel).to(tl.float32)
 
-    start = image * out_image + row // PATCH * out_row + column // PATCH * out_column
-    start += (dy * PATCH + column % PATCH) * out_channel
-    size = PATCH * PATCH * out_channel
-    change = tl.load(outputs + start + (k * C + channel) * size, mask=hidden, other=0.0).to(tl.float32)
-    variance = tl.load(outputs + start + ((K + k) * C + channel) * size, mask=hidden, other=0.0).to(tl.float32)
-    variance = tl.exp(tl.minimum(variance, 6.0))
-    filled = _finest_fill(
-        images, observed, center, scale, coarse, image, channel, row, column, hidden, farthest,
-        image_stride, channel_stride, row_stride, column_stride, seen_image, seen_channel, seen_row, seen_column,
-        H, W, h, w, C,
-    )
-    mean = c + s * (filled + change)
+    pixel = dy * PATCH + column % PATCH
+    start = outputs + image * out_image + row // PATCH * out_row + column // PATCH * out_column + pixel * out_channel
+    bias += pixel
+    SIZE: tl.constexpr = PATCH * PATCH
+    change = _output(start, bias, (k * C + channel) * SIZE, out_channel, hidden)
+    variance = tl.exp(tl.minimum(_output(start, bias, ((K + k) * C + channel) * SIZE, out_channel, hidden), 6.0))
+    unknown = _around(filled + (image * C + channel) * H * W, row, column, hidden, H, W)
+    mean = c + s * (unknown + change)
     floor, given = least, tl.full((BLOCK,), 1.0, tl.float32)
     if BOUNDED:
         lowest, highest = tl.load(low + channel).to(tl.float32), tl.load(high + channel).to(tl.float32)
         span = highest - lowest
         asked = variance
         for j in tl.static_range(L):
-            loading = outputs + start + (2 * K * C + (k * L + j) * C + channel) * size
-            asked += _square(tl.load(loading, mask=hidden, other=0.0).to(tl.float32))
+            number = (2 * K * C + (k * L + j) * C + channel) * SIZE
+            asked += _square(_output(start, bias, number, out_channel, hidden))
         # As in misconv._density.bound, in the same order.
         share = (mean - lowest) / span
         share += (_softplus(-100.0 * share) - _softplus(100.0 * (share - 1))) / 100.0
@@ -243,8 +279,8 @@ def output_kernel(
     tl.store(noise + target, tl.where(seen, 0.0, s * (s * (floor + variance * given))).to(kind), mask=inside)
     length = s * tl.sqrt(given)
     for j in tl.static_range(L):
-        loading = outputs + start + (2 * K * C + (k * L + j) * C + channel) * size
-        factor = tl.load(loading, mask=hidden, other=0.0).to(tl.float32) * length
+        number = (2 * K * C + (k * L + j) * C + channel) * SIZE
+        factor = _output(start, bias, number, out_channel, hidden) * length
         target = (((image * K + k) * L + j) * C + channel) * H * W + row * W + column
         tl.store(factors + target, tl.where(seen, 0.0, factor).to(kind), mask=inside)
 
