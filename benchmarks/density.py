@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--learn", nargs="+", choices=["mixed", *USUAL], default=["mixed"])
     parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--minutes", type=float, help="instead of steps, for all densities side by side")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--patch", type=int, default=2)
     parser.add_argument("--augment", action="store_true", help="mirror and move, for few images")
@@ -91,15 +92,24 @@ def train_and_test(learned: str, images: Tensor, test: Tensor, options: argparse
     grid = [tuple(map(int, entry.split("x"))) for entry in options.grid]
     jobs = [job(k, rank, images, observed, fabric, options) for k, rank in grid]
     began = time.perf_counter()
-    train(jobs, fabric, budget=Budget(steps=options.steps), progress=False)
+    by_time = options.minutes is not None
+    budget = Budget(minutes=options.minutes) if by_time else Budget(steps=options.steps)
+    histories = train(jobs, fabric, budget=budget, progress=False)
     seconds = (time.perf_counter() - began) / len(jobs)
     rows = []
-    for (components, rank), trained in zip(grid, jobs, strict=True):
+    for (components, rank), trained, history in zip(grid, jobs, histories, strict=True):
         density = trained.module.to(options.device).eval()
         assert isinstance(density, UNetDMFA)
         for shape in shapes:
             found = measure(density, test, region(shape, test, shapes, seed=2), options.device)
-            row = {"learned": learned, "tested": shape, "components": components, "rank": rank, "seconds": seconds}
+            row: dict[str, Any] = {
+                "learned": learned,
+                "tested": shape,
+                "components": components,
+                "rank": rank,
+                "seconds": seconds,
+            }
+            row["steps"] = history[-1]["step"]
             rows.append(row | found)
             print({k: v for k, v in rows[-1].items() if not isinstance(v, list)}, flush=True)
     return rows
