@@ -22,7 +22,8 @@ from matplotlib.axes import Axes
 ROOT = Path(__file__).parent.parent
 # In this order; others follow by name.
 TITLES = {
-    "mnist": "MNIST, 28 px", "svhn": "SVHN, 32 px", "cifar10": "CIFAR-10, 32 px", "celeba": "CelebA, 64 px",
+    "mnist": "MNIST, 28 px", "svhn": "SVHN (re-cropped), 32 px", "svhn-square": "SVHN, squares learned",
+    "cifar10": "CIFAR-10 (JPEG), 32 px", "cifar10-square": "CIFAR-10, squares learned", "celeba": "CelebA-10k, 64 px",
     "photos32": "Photographs, crops of 32 px", "photos64": "Photographs, crops of 64 px",
     "depth": "Synthetic depth maps, 96 px", "scene": "Synthetic scene of 6 bands, crops of 64 px",
 }  # fmt: skip
@@ -84,7 +85,8 @@ def main() -> None:
     costs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(options.bench.glob("network-*.json"))]
     sections += [cost(record) for record in costs]
     (options.out / "density.md").write_text("\n".join([INTRODUCTION, *sections]), encoding="utf-8")
-    draw(records, options.out / "pictures" / "reliability.png")
+    mixed = {name: record for name, record in records.items() if "mixed" in record["settings"]["learn"]}
+    draw(mixed, options.out / "pictures" / "reliability.png")
 
 
 def section(name: str, record: Record) -> str:
@@ -97,12 +99,14 @@ def section(name: str, record: Record) -> str:
     lines += [line(row, record["fills"]) for row in sorted(record["rows"], key=place)]
     settings, rows = record["settings"], record["rows"]
     beyond = max(row["out_of_bounds"] for row in rows)
-    kept = "No mean or variance was" if beyond <= 0 else f"By {beyond:.2g} of the range a mean or variance was"
+    rounding = 1e-7  # of float32
+    kept = "No mean or variance was" if beyond <= rounding else f"By {beyond:.2g} of the range a mean or variance was"
     seconds = sum({(row["learned"], row["components"], row["rank"]): row["seconds"] for row in rows}.values())
+    steps = f"{rows[0]['steps']:,.0f} steps" if "steps" in rows[0] else f"{settings['steps']:,} steps"
     lines.append(
-        f"\n{kept} beyond its bound. {settings['steps']:,} steps of {settings['batch_size']} images"
-        f"{', mirrored and moved' if settings['augment'] else ''}; training {seconds:,.0f} s in all, side by side, on "
-        f"{record['device']}; commit `{record['commit'][:7]}`, torch {record['versions']['torch']}.\n"
+        f"\n{kept} beyond its bound. {steps} of {settings['batch_size']} images"
+        f"{', mirrored and moved' if settings['augment'] else ''}; training {seconds:,.0f} s in all, side by side and "
+        f"with others on {record['device']}; commit `{record['commit'][:7]}`, torch {record['versions']['torch']}.\n"
     )
     return "\n".join(lines)
 
