@@ -19,6 +19,7 @@ from misconv._math.likelihood import (
     full_precision,
     log_prob,
     marginal_log_prob,
+    moment_log_prob,
     score,
     wide_type,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "lowest",
     "marginal_log_prob",
     "margins",
+    "moment_log_prob",
     "nearest_fill",
     "nearest_seen",
     "normal_cdf",

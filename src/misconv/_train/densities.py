@@ -41,7 +41,7 @@ def density_job(
     *,
     batch_size: int,
     learning_rate: Rate,
-    objective: str = "joint+marginal",
+    objective: str = OBJECTIVES[0],
     mse_epochs: int = 0,
     shape: Callable[..., Tensor] = square,
     fraction: float = 1 / 4,

@@ -23,8 +23,9 @@ __all__ = [
 ]
 
 # What a density learns from: the likelihood of all that was hidden of an image, the paper's; that of each pixel by
-# itself; or both, the default, without which factors are far too long (docs/maths.md).
-OBJECTIVES = ("joint+marginal", "joint", "marginal")
+# itself, without which factors are far too long; that of its mean and variance alone, which a mixture would sell for a
+# likelihood (docs/maths.md). The first is the default.
+OBJECTIVES = ("joint+marginal+moments", "joint+marginal", "joint", "marginal")
 
 _MOST_OFF = 0.1  # how far coverages may be off before a user is told
 
@@ -39,6 +40,8 @@ def fit_sums(p: MFA, x: Tensor, target: Tensor, objective: str) -> Tensor:
         total = total + nll
     if "marginal" in objective:
         total = total - p.marginal_log_prob(x, target).sum(dtype=torch.float64)
+    if "moments" in objective and p.logits.shape[1] > 1:  # else it is the marginal one
+        total = total - p.moment_log_prob(x, target).sum(dtype=torch.float64)
     return torch.stack([total, nll, error.double(), target.sum().double()])
 
 
@@ -50,6 +53,8 @@ def validation_sums(p: MFA, x: Tensor, target: Tensor, objective: str) -> Tensor
     """
     parts = {"joint": -p.log_prob(x, target).double(), "marginal": -p.marginal_log_prob(x, target).double()}  # (B,)
     minimised = torch.stack([value for name, value in parts.items() if name in objective]).sum(0)
+    if "moments" in objective and p.logits.shape[1] > 1:
+        minimised = minimised - p.moment_log_prob(x, target).double()
     error = (p.mean - x).where(target, 0).square().sum(dtype=torch.float64)
     level = _level(p, x)
     inside = [((level <= share) & target).sum().double() for share in (0.5, 0.9)]
