@@ -276,7 +276,7 @@ def test_bad_arguments(make: Callable[[], nn.Module], message: str) -> None:
         make()
 
 
-# Scores of single pixels -------------------------------------------------------------------------------------------
+# The marginal score ------------------------------------------------------------------------------------------------
 
 
 def test_the_marginal_likelihood_is_that_of_every_pixel_by_itself() -> None:
@@ -294,37 +294,15 @@ def test_the_marginal_likelihood_is_that_of_every_pixel_by_itself() -> None:
     torch.testing.assert_close(p.marginal_log_prob(x, one), p.log_prob(x, one))
 
 
-def test_the_likelihood_of_moments_is_that_of_a_gaussian_with_the_same_mean_and_variance() -> None:
-    observed = torch.rand(3, 1, 4, 5) < 0.3
-    p, x = random_mfa(3, 3, 2, (2, 4, 5), observed), torch.randn(3, 2, 4, 5)
-    where = torch.rand(3, 2, 4, 5) < 0.6
-    hidden = where & ~observed
-    each = Normal(p.mean, p.variance.where(hidden, 1).sqrt()).log_prob(x)
-    torch.testing.assert_close(p.moment_log_prob(x, where), each.where(hidden, 0).sum((1, 2, 3)))
-    alone = random_mfa(3, 1, 2, (2, 4, 5), observed)  # one component is that Gaussian
-    torch.testing.assert_close(alone.moment_log_prob(x, where), alone.marginal_log_prob(x, where))
-    # Proper: of all mixtures the best on average has the mean and the variance of the data.
-    data, others = torch.randn(4000, 1, 1, 1) * 2 + 3, ((3.0, 4.0), (2.8, 4.0), (3.0, 3.5), (3.0, 4.6))
-    scores = []
-    for mean, variance in others:
-        means = torch.tensor([mean - 1.2, mean + 1.2]).view(1, 2, 1, 1, 1).expand(4000, 2, 1, 1, 1)
-        noise = torch.full_like(means, variance - 1.2**2)
-        q = MFA(torch.zeros(4000, 2), means, means.new_zeros(4000, 2, 0, 1, 1, 1), noise)
-        scores.append(float(q.moment_log_prob(data).mean()))
-    assert scores[0] == max(scores)
-
-
-@pytest.mark.parametrize("score", ["marginal_log_prob", "moment_log_prob"])
-def test_gradients_of_scores_of_single_pixels(score: str) -> None:
+def test_gradients_of_the_marginal_likelihood() -> None:
     p, x = random_mfa(2, 2, 1, (1, 2, 2)), torch.randn(2, 1, 2, 2)
     where = torch.tensor([[True, False], [True, True]]).expand(2, 1, 2, 2)
     leaves = [t.detach().double().requires_grad_() for t in (p.logits, p.means, p.factors, p.noise)]
-    assert torch.autograd.gradcheck(lambda *t: getattr(MFA(*t, check=False), score)(x.double(), where), leaves)
+    assert torch.autograd.gradcheck(lambda *t: MFA(*t, check=False).marginal_log_prob(x.double(), where), leaves)
 
 
-@pytest.mark.parametrize("score", ["marginal_log_prob", "moment_log_prob"])
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1e20])
-def test_scores_of_single_pixels_read_nothing_else(poison: float, score: str) -> None:
+def test_the_marginal_likelihood_reads_nothing_else(poison: float) -> None:
     observed, where = torch.rand(2, 1, 4, 4) < 0.3, torch.rand(2, 1, 4, 4) < 0.5
     p, x = random_mfa(2, 2, 2, (3, 4, 4), observed), torch.randn(2, 3, 4, 4)
     scored = (where & ~observed).unsqueeze(1)
@@ -336,7 +314,7 @@ def test_scores_of_single_pixels_read_nothing_else(poison: float, score: str) ->
     values = []
     for parts, given in (((p.means, p.factors, p.noise), x), (bad, x.masked_fill(~where, poison))):
         leaves = [t.clone().requires_grad_() for t in parts]
-        result = getattr(MFA(p.logits, *leaves, observed, check=False), score)(given, where)
+        result = MFA(p.logits, *leaves, observed, check=False).marginal_log_prob(given, where)
         result.sum().backward()
         values.append([result, *(t.grad for t in leaves)])
     assert all(torch.equal(a, b) for a, b in zip(*values, strict=True))

@@ -529,13 +529,13 @@ def test_figures_of_validation_are_what_they_say() -> None:
     target = ~shown & (torch.rand(20, 1, 6, 7, generator=generator, device="cpu") < 0.7)
     p = Normal()(x, shown).detach()
     *_, joint, marginal, error, half, most, pixels = scores.validation_sums(p, x, target, "joint").tolist()
-    moments = -float(p.moment_log_prob(x, target).sum())
+    unit = torch.tensor([2.0]).view(1, 1, 1)
     for objective, expected in (
         ("joint", joint), ("marginal", marginal), ("joint+marginal", joint + marginal),
-        ("joint+marginal+moments", joint + marginal + moments),
+        ("joint+marginal+mean", joint + marginal + error / 4),
     ):  # fmt: skip
-        assert scores.validation_sums(p, x, target, objective)[0] == pytest.approx(expected)
-        assert float(scores.fit_sums(p, x, target, objective)[0]) == pytest.approx(expected)
+        assert scores.validation_sums(p, x, target, objective, unit)[0] == pytest.approx(expected)
+        assert float(scores.fit_sums(p, x, target, objective, unit)[0]) == pytest.approx(expected)
     samples = p.sample(4000, generator=generator)[:, target].sort(0).values
     for share, found in ((0.5, half), (0.9, most)):
         low, high = (samples[round((0.5 + sign * share / 2) * 3999)] for sign in (-1, 1))

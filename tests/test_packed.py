@@ -159,7 +159,9 @@ def test_missing_values_are_never_read() -> None:
         leaves[3] = leaves[3].masked_fill(seen, poison)  # type: ignore[union-attr]
         leaves[2] = leaves[2].masked_fill(seen.unsqueeze(2), poison)  # type: ignore[union-attr]
         p = MFA(*(t.float() for t in leaves[:4]), observed, check=False)  # type: ignore[union-attr]
-        p = MFA(p.logits, p.means.where(~seen, leaves[4].float().unsqueeze(1)), p.factors, p.noise, observed, check=False)  # type: ignore[union-attr]
+        p = MFA(
+            p.logits, p.means.where(~seen, leaves[4].float().unsqueeze(1)), p.factors, p.noise, observed, check=False
+        )  # type: ignore[union-attr]
         conv = Convolution(leaves[5].float(), leaves[6].float(), 1, 2)  # type: ignore[union-attr]
         found = _triton.respond(p, conv, None, "relu", plain_path(conv, "relu"))
         assert torch.equal(found, expected[0])  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ ROWS: list[dict[str, Any]] = [
     {"density": "UNetDMFA", "objective": "joint+marginal", "bounds": "data", "rank": 4, "components": 1},
     {"density": "UNetDMFA", "objective": "joint+marginal", "bounds": "data", "rank": 0, "components": 1},
     {"density": "UNetDMFA", "objective": "joint+marginal", "bounds": "data", "rank": 4, "components": 3},
-    {"density": "UNetDMFA", "objective": "joint+marginal+moments", "bounds": "data", "rank": 4, "components": 3},
+    {"density": "UNetDMFA", "objective": "joint+marginal+mean", "bounds": "data", "rank": 4, "components": 3},
     *(
         {
             "density": "UNetDMFA",
@@ -48,7 +48,7 @@ ROWS: list[dict[str, Any]] = [
             "components": count,
             "of": "digits",
         }
-        for objective, count in (("joint+marginal", 1), ("joint+marginal", 3), ("joint+marginal+moments", 3))
+        for objective, count in (("joint+marginal", 1), ("joint+marginal", 3), ("joint+marginal+mean", 3))
     ),
 ]
 

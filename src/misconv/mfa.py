@@ -25,7 +25,7 @@ from misconv._checks import (
     describe,
     generator_device,
 )
-from misconv._math import NOISE_FLOOR, full_precision, log_prob, marginal_log_prob, moment_log_prob, score, wide_type
+from misconv._math import NOISE_FLOOR, full_precision, log_prob, marginal_log_prob, score, wide_type
 from misconv._torch import in_transform, pytree
 
 __all__ = ["MFA"]
@@ -177,15 +177,6 @@ class MFA:
         """
         scored = self._check_pixels(x, where, "where")
         return marginal_log_prob(*self._parameters(), x, None if where is None else scored, self.observed)
-
-    def moment_log_prob(self, x: Tensor, where: Tensor | None = None) -> Tensor:
-        """As `marginal_log_prob`, by the Gaussian that has the mean and the variance of each pixel.
-
-        A proper score, too (that of Dawid and Sebastiani), which sees these two and nothing else: it is largest where
-        both are true. With one component it is `marginal_log_prob`.
-        """
-        scored = self._check_pixels(x, where, "where")
-        return moment_log_prob(*self._parameters(), x, None if where is None else scored, self.observed)
 
     def condition(self, x: Tensor, observed: Tensor) -> MFA:
         """The MFA given the observed pixels, which become exact; the weights are updated by Bayes' rule.

@@ -19,7 +19,6 @@ from misconv._math.likelihood import (
     full_precision,
     log_prob,
     marginal_log_prob,
-    moment_log_prob,
     score,
     wide_type,
 )
@@ -51,7 +50,6 @@ __all__ = [
     "lowest",
     "marginal_log_prob",
     "margins",
-    "moment_log_prob",
     "nearest_fill",
     "nearest_seen",
     "normal_cdf",

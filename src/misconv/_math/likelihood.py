@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,16 +10,7 @@ from torch import Tensor
 from misconv._math.expectations import normal_cdf
 from misconv._math.linalg import cholesky, triangular_inverse
 
-__all__ = [
-    "NOISE_FLOOR",
-    "coverage_level",
-    "full_precision",
-    "log_prob",
-    "marginal_log_prob",
-    "moment_log_prob",
-    "score",
-    "wide_type",
-]
+__all__ = ["NOISE_FLOOR", "coverage_level", "full_precision", "log_prob", "marginal_log_prob", "score", "wide_type"]
 
 # The least noise of a pixel as a share of the variance that its factors give it: a standard deviation of 2⁻²³, the
 # rounding of float32. It keeps 1/d finite, and with float64 C = I + AᵀD⁻¹A still has correct digits.
@@ -101,56 +91,29 @@ def log_prob(
     return ((logits + likelihood).logsumexp(-1) - logits.logsumexp(-1)).to(x.dtype)
 
 
-def marginal_log_prob(logits: Tensor, *tensors: Any) -> Tensor:
-    """The sum (B,) of the log densities of single pixels, those that are in `where` and not `observed`.
-
-    Args:
-        tensors: means, factors, noise, x, where, observed; the last two may be None.
-    """
-    value, means, variance, scored = _single_pixels(*tensors)
-    weights = logits.to(value.dtype).log_softmax(-1)[..., None, None, None]
-    pixels = (weights + _gaussian(value, means, variance)).logsumexp(-4)  # (B, C, H, W)
-    return _sum_scored(pixels, scored).to(tensors[3].dtype)
-
-
-def moment_log_prob(logits: Tensor, *tensors: Any) -> Tensor:
-    """As `marginal_log_prob`, by the Gaussian that has the mean and the variance of each pixel."""
-    value, means, variance, scored = _single_pixels(*tensors)
-    weights = logits.to(value.dtype).softmax(-1)[..., None, None, None]
-    first = means.narrow(-4, 0, 1)
-    mean = first + (weights * (means - first)).sum(-4, keepdim=True)  # exact where all components agree
-    variance = (weights * (variance + (means - mean).square())).sum(-4)
-    pixels = _gaussian(value.squeeze(-4), mean.squeeze(-4), variance)
-    return _sum_scored(pixels, scored).to(tensors[3].dtype)
-
-
-def _single_pixels(
+def marginal_log_prob(
+    logits: Tensor,
     means: Tensor,
     factors: Tensor,
     noise: Tensor,
     x: Tensor,
     where: Tensor | None,
     observed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Values (B, 1, C, H, W), means and variances of components (B, K, C, H, W), and which of them are scored."""
+) -> Tensor:
+    """The sum (B,) of the log densities of single pixels, those that are in `where` and not `observed`."""
     where = torch.ones_like(x, dtype=torch.bool) if where is None else where
     scored = (where if observed is None else where & ~observed).expand(x.shape).unsqueeze(-4)  # (B, 1, C, H, W)
     # Before arithmetic: what is not scored may be NaN, and NaN · 0 is NaN in values and gradients.
     own = torch.promote_types(x.dtype, torch.float32)
     value, means = (torch.where(scored, t, 0).to(own) for t in (x.unsqueeze(-4), means))
     factors = torch.where(scored.unsqueeze(-4), factors, 0).to(own)
-    variance = torch.where(scored, noise, 1).to(own) + factors.square().sum(-4)
+    variance = torch.where(scored, noise, 1).to(own) + factors.square().sum(-4)  # (B, K, C, H, W)
     least = (torch.maximum(value.abs(), means.abs()) * torch.finfo(own).eps).square()
     variance = torch.maximum(variance, least.detach()).clamp_min(torch.finfo(own).tiny)
-    return value, means, variance, scored
-
-
-def _gaussian(x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    return -0.5 * ((x - mean).square() / variance + variance.log() + math.log(2 * math.pi))
-
-
-def _sum_scored(pixels: Tensor, scored: Tensor) -> Tensor:
-    return pixels.where(scored.squeeze(-4), 0).sum((-3, -2, -1))
+    each = -0.5 * ((value - means).square() / variance + variance.log() + math.log(2 * math.pi))
+    weights = logits.to(own).log_softmax(-1)[..., None, None, None]
+    pixels = (weights + each).logsumexp(-4).where(scored.squeeze(-4), 0)  # (B, C, H, W)
+    return pixels.sum((-3, -2, -1)).to(x.dtype)
 
 
 def coverage_level(weights: Tensor, means: Tensor, variances: Tensor, y: Tensor) -> Tensor:

@@ -133,12 +133,17 @@ class DensityTraining:
         """What is minimised, and sums of `fit_sums` over the batch."""
         x, seen, less = (t.to(self.fabric.device) for t in self.source.take(batch))
         target = (seen & ~less).expand(x.shape)
-        sums = fit_sums(self._predict(model, x, less), x, target, self.objective)
+        sums = fit_sums(self._predict(model, x, less), x, target, self.objective, self._unit())
         total = self.fabric.all_reduce(sums[-1].detach().clone(), reduce_op="sum")  # which it writes into
         assert isinstance(total, Tensor)
         # Gradients are averaged over processes, but pixels are to be averaged over the whole batch.
         scale = self.fabric.world_size / total.clamp_min(1)
         return (sums[0] + self.squared * sums[2]) * scale, sums
+
+    def _unit(self) -> Tensor | float:
+        """The deviation of every channel, where the density has measured it; else images count as they are."""
+        scale = getattr(self.density, "scale", None)
+        return scale.detach() if isinstance(scale, Tensor) else 1.0
 
     def _predict(self, model: nn.Module, x: Tensor, less: Tensor) -> MFA:
         p = call_model("density", model, (x, less))
@@ -176,6 +181,6 @@ class DensityTraining:
         x, seen, less = (t.to(self.fabric.device) for t in (x, seen, self.shown[which]))
         target = (seen & ~less).expand(x.shape)
         p = self._predict(model, x, less)
-        sums = validation_sums(p, x, target, self.objective)
+        sums = validation_sums(p, x, target, self.objective, self._unit())
         nearest = sums.new_zeros(1) if self.nearest is not None else nearest_error(x, less, target).view(1)
         return torch.cat([nearest, sums])

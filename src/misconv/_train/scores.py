@@ -23,16 +23,22 @@ __all__ = [
 ]
 
 # What a density learns from: the likelihood of all that was hidden of an image, the paper's; that of each pixel by
-# itself, without which factors are far too long; that of its mean and variance alone, which a mixture would sell for a
+# itself, without which factors are far too long; the squared error of the mean, which a mixture would sell for a
 # likelihood (docs/maths.md). The first is the default.
-OBJECTIVES = ("joint+marginal+moments", "joint+marginal", "joint", "marginal")
+OBJECTIVES = ("joint+marginal+mean", "joint+marginal", "joint", "marginal")
 
 _MOST_OFF = 0.1  # how far coverages may be off before a user is told
 
 
-def fit_sums(p: MFA, x: Tensor, target: Tensor, objective: str) -> Tensor:
-    """Sums over some images of what is minimised, −log p and squared error of `target`; and how many pixels it has."""
-    error = (p.mean - x).where(target, 0).square().sum()
+def fit_sums(p: MFA, x: Tensor, target: Tensor, objective: str, unit: Tensor | float = 1.0) -> Tensor:
+    """Sums over some images of what is minimised, −log p and squared error of `target`; and how many pixels it has.
+
+    Args:
+        unit: in which the error of the mean is counted where it is minimised: a number, or one of each channel
+            (C, 1, 1).
+    """
+    errors = (p.mean - x).where(target, 0)
+    error = errors.square().sum()
     # In float64: a sum over many pixels.
     nll = -p.log_prob(x, target).sum(dtype=torch.float64)
     total = torch.zeros_like(nll)
@@ -40,12 +46,12 @@ def fit_sums(p: MFA, x: Tensor, target: Tensor, objective: str) -> Tensor:
         total = total + nll
     if "marginal" in objective:
         total = total - p.marginal_log_prob(x, target).sum(dtype=torch.float64)
-    if "moments" in objective and p.logits.shape[1] > 1:  # else it is the marginal one
-        total = total - p.moment_log_prob(x, target).sum(dtype=torch.float64)
+    if "mean" in objective:
+        total = total + (errors / unit).square().sum(dtype=torch.float64)
     return torch.stack([total, nll, error.double(), target.sum().double()])
 
 
-def validation_sums(p: MFA, x: Tensor, target: Tensor, objective: str) -> Tensor:
+def validation_sums(p: MFA, x: Tensor, target: Tensor, objective: str, unit: Tensor | float = 1.0) -> Tensor:
     """Sums over some images, for `ratio_and_error` and `figures`.
 
     The four `ratio_sums` of what is minimised; −log p, jointly and pixel by pixel; squared error; pixels inside 50 %
@@ -53,9 +59,10 @@ def validation_sums(p: MFA, x: Tensor, target: Tensor, objective: str) -> Tensor
     """
     parts = {"joint": -p.log_prob(x, target).double(), "marginal": -p.marginal_log_prob(x, target).double()}  # (B,)
     minimised = torch.stack([value for name, value in parts.items() if name in objective]).sum(0)
-    if "moments" in objective and p.logits.shape[1] > 1:
-        minimised = minimised - p.moment_log_prob(x, target).double()
-    error = (p.mean - x).where(target, 0).square().sum(dtype=torch.float64)
+    errors = (p.mean - x).where(target, 0)
+    if "mean" in objective:
+        minimised = minimised + (errors / unit).double().square().sum((1, 2, 3))
+    error = errors.square().sum(dtype=torch.float64)
     level = _level(p, x)
     inside = [((level <= share) & target).sum().double() for share in (0.5, 0.9)]
     sums = torch.stack([*(value.sum() for value in parts.values()), error, *inside, target.sum().double()])
