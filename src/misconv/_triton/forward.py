@@ -34,9 +34,7 @@ __all__ = [
     "share_of",
     "squares_of",
     "stack_of",
-    "stacked",
     "starts_below",
-    "sum_stack",
     "turned_windows",
     "weights_of",
     "windows_of",
@@ -126,7 +124,7 @@ def read(image, offsets, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def stacked(values, STACK: tl.constexpr):
+def _stacked(values, STACK: tl.constexpr):
     """A vector repeated for each factor of a stack, (n,) → (STACK · n,)."""
     if STACK == 1:
         return values
@@ -136,7 +134,7 @@ def stacked(values, STACK: tl.constexpr):
 @triton.jit
 def starts_below(starts, STACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr):
     """Where windows begin in the boxes of a stack, (STACK · pixels,)."""
-    return stacked(starts, STACK) + tl.arange(0, STACK * BLOCK_P) // BLOCK_P * BLOCK_Q
+    return _stacked(starts, STACK) + tl.arange(0, STACK * BLOCK_P) // BLOCK_P * BLOCK_Q
 
 
 @triton.jit
@@ -144,7 +142,7 @@ def read_stack(factors, number, missing, size, L: tl.constexpr, STACK: tl.conste
                BLOCK_Q: tl.constexpr):  # fmt: skip
     """The boxes of factors number · STACK, … one behind the other, (STACK · BLOCK_Q,), and their offsets."""
     factor = number * STACK + tl.arange(0, STACK * BLOCK_Q) // BLOCK_Q
-    offsets = stacked(missing, STACK)
+    offsets = _stacked(missing, STACK)
     offsets = tl.where((offsets >= 0) & (factor < L), offsets + factor * size, -1)
     return read(factors, offsets, PRECISION), offsets
 
@@ -179,7 +177,7 @@ def weights_of(weight, chunk, block, channels, TAPS: tl.constexpr, CHUNK_TAPS: t
 
 
 @triton.jit
-def sum_stack(values, STACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr):
+def _sum_stack(values, STACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr):
     """(STACK · pixels, channels) → (pixels, channels)."""
     if STACK == 1:
         return values
@@ -263,12 +261,12 @@ def moments_of(means, factors, noise, observed, weight, table, starts, channels,
             v = product(windows_of(of_noise, starts, table, block, BLOCK_T), square, v, PRECISION)
             if L > 0:
                 r = product(windows_of(of_factors, below, table, block, BLOCK_T), w, r, PRECISION)
-    v += sum_stack(r * r, STACK, BLOCK_P, BLOCK_O)
+    v += _sum_stack(r * r, STACK, BLOCK_P, BLOCK_O)
     for number in range(1, (L + STACK - 1) // STACK):
         r2 = stack_of(factors, number, observed, weight, table, starts, channels, top, left, height, width, size, L,
                       CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, STACK, BLOCK_P,
                       BLOCK_O, BLOCK_T, BLOCK_Q)  # fmt: skip
-        v += sum_stack(r2 * r2, STACK, BLOCK_P, BLOCK_O)
+        v += _sum_stack(r2 * r2, STACK, BLOCK_P, BLOCK_O)
     return m, v, r
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from misconv._triton.backward import backward_kernel
 from misconv._triton.forward import forward_kernel
 from misconv._triton.launch import Launch, dense, power
-from misconv._triton.packed_plan import PackedPlan
 from misconv._triton.squares import squares_kernel
 
 __all__ = ["Plan", "Settings", "backward", "box_is_small", "forward", "is_channels_last", "squares"]
@@ -79,9 +78,6 @@ def forward(
     last = is_channels_last(weight)
     launch, table, strides = plan.forward_channels_last if last else plan.forward
     out = torch.empty_strided(plan.shape, strides, dtype=plan.settings.dtype, device=plan.device)
-    packed = plan.packed(means.dtype)
-    if packed is not None:
-        return packed.forward(out, logits, means, factors, noise, observed, weight, bias)
     # What is not there is not read, but a kernel wants a pointer.
     seen, offset = means if observed is None else observed, weight if bias is None else bias
     launch(*dense(logits, means, factors, noise, seen, weight, offset), table, out)
@@ -99,9 +95,6 @@ def squares(
     bias: Tensor,
 ) -> Tensor:
     """The sum of the expected squares of all responses of each channel, (O,), in float32."""
-    packed = plan.packed(means.dtype)
-    if packed is not None:
-        return packed.squares(logits, means, factors, noise, observed, weight, bias)
     launch, table, programs = plan.squares
     sums = torch.empty((programs, weight.shape[0]), dtype=torch.float32, device=plan.device)
     seen = means if observed is None else observed
@@ -122,12 +115,7 @@ def backward(
     bias: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of logits, means, factors, noise, weight and bias, as far as they are needed."""
-    by_logits, by_means, by_factors, by_noise, by_weight, by_bias = needed
-    packed = plan.packed(means.dtype)
-    if packed is not None and not (by_logits or by_means or by_factors or by_noise):
-        weights, biases = packed.backward(grad, logits, means, factors, noise, observed, weight, bias)
-        offsets = biases.to(weight.dtype if bias is None else bias.dtype)
-        return None, None, None, None, weights.to(weight.dtype) if by_weight else None, offsets if by_bias else None
+    by_logits, by_means, by_factors, by_noise, by_weight, _ = needed
     mixed = by_logits and logits.shape[1] > 1
     launch, table, programs, (chunks, chunk_taps, places) = plan.backward(
         grad.stride(), (by_weight, mixed, by_means, by_factors, by_noise)
@@ -233,15 +221,6 @@ class Plan:
         self.shape = (means[0], weight[0], *settings.size)
         self.small = weight[1] * weight[2] * weight[3] <= _SMALL
         self._backward: dict[tuple[_Shape, tuple[bool, ...]], tuple[Any, ...]] = {}
-        self._packed: dict[torch.dtype, PackedPlan | None] = {}
-
-    def packed(self, dtype: torch.dtype) -> PackedPlan | None:
-        """The plan for packed images of this type, where that is better."""
-        if dtype not in self._packed:
-            serves = not self.small and PackedPlan.serves(self.settings, self.weight)
-            about = (self.settings, self.means, self.rank, self.planes, self.weight, self.has_bias)
-            self._packed[dtype] = PackedPlan(*about, dtype, self.device) if serves else None
-        return self._packed[dtype]
 
     @cached_property
     def forward(self) -> tuple[Launch, Tensor, _Shape]:
