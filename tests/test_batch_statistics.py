@@ -17,6 +17,7 @@ from misconv._conv.dispatch import moments, plain_path, plain_squares, respond
 pytest.importorskip("triton")
 
 from misconv import _triton
+from misconv._triton import statistics as _statistics
 from tests.test_triton import BOUND, TF32_BOUND, error, layer, small_work  # noqa: F401  # the last one is a fixture
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -152,6 +153,60 @@ def test_second_derivatives() -> None:
         (first,) = torch.autograd.grad(total.square().sum(), weight, create_graph=True)
         found.append(torch.autograd.grad(first.square().sum(), weight)[0])
     assert error(*found) < 1e-4
+
+
+# By the moments of windows -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ({"channels": 3, "kernel": 7, "image": (12, 17), "components": 2}, {"stride": 2, "padding": 3}),
+        ({"channels": 3, "kernel": 5, "image": (9, 12), "seen": "each", "rank": 3}, {"padding": 2}),
+        ({"components": 3, "rank": 0, "seen": "nothing"}, {"padding": 1, "dilation": (1, 2)}),
+        ({"channels": 1, "has_bias": False}, {"stride": (1, 3)}),
+    ],
+)
+@pytest.mark.parametrize("far", [0.0, 300.0])
+def test_the_variance_is_a_quadratic_form_in_the_filters(
+    shape: dict[str, Any], options: dict[str, Any], far: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where products may be rounded and the density does not learn; also for images far from zero."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    used = []
+    moments_of = _statistics.window_moments
+    monkeypatch.setattr(_statistics, "window_moments", lambda *a: used.append(moments_of(*a)) or used[-1])
+    start, observed = layer(**shape)
+    start[1], start[4] = start[1] + far, start[4] + far  # type: ignore[operator]
+    found = []
+    for dtype, fused in ((torch.float32, True), (torch.float64, False)):
+        leaves = [None if t is None else t.to(dtype) for t in start]
+        weight = leaves[5].requires_grad_()  # type: ignore[union-attr]
+        center, total = statistics(mfa_of(leaves, observed), convolution(leaves, options), fused)
+        gradients = [torch.autograd.grad(part.sum(), weight, retain_graph=True)[0] for part in (center, total)]
+        found.append((center.detach(), total.detach(), *gradients))
+    assert len(used) == 1
+    assert used[0] is not None
+    for ours, theirs in zip(*found, strict=True):
+        assert error(ours, theirs) < 1e-4  # 16 bits, of which the interpreter rounds the last one down
+
+
+@pytest.mark.parametrize("reason", ["full precision", "learning", "groups", "many taps"])
+def test_where_the_moments_of_windows_do_not_serve(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", reason != "full precision")
+    groups = 2 if reason == "groups" else 1
+    start, observed = layer(channels=30 if reason == "many taps" else 2 * groups, out=2 * groups, groups=groups)
+    leaves = [None if t is None else t.float() for t in start]
+    if reason == "learning":
+        leaves[1] = leaves[1].requires_grad_()  # type: ignore[union-attr]
+    used = []
+    squares_of = _statistics.squares
+    monkeypatch.setattr(_statistics, "squares", lambda *a: used.append(1) or squares_of(*a))
+    ours = statistics(mfa_of(leaves, observed), convolution(leaves, {"groups": groups}), True)
+    theirs = statistics(mfa_of(start, observed), convolution(start, {"groups": groups}), False)
+    assert used == [1]
+    for a, b in zip(ours, theirs, strict=True):
+        assert error(a.detach(), b) < TF32_BOUND
 
 
 # On a GPU ----------------------------------------------------------------------------------------------------------

@@ -181,6 +181,6 @@ class DensityTraining:
         x, seen, less = (t.to(self.fabric.device) for t in (x, seen, self.shown[which]))
         target = (seen & ~less).expand(x.shape)
         p = self._predict(model, x, less)
-        sums = validation_sums(p, x, target, self.objective, self._unit())
+        sums = validation_sums(p, x, target, self.objective)
         nearest = sums.new_zeros(1) if self.nearest is not None else nearest_error(x, less, target).view(1)
         return torch.cat([nearest, sums])

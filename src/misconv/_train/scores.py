@@ -51,7 +51,7 @@ def fit_sums(p: MFA, x: Tensor, target: Tensor, objective: str, unit: Tensor | f
     return torch.stack([total, nll, error.double(), target.sum().double()])
 
 
-def validation_sums(p: MFA, x: Tensor, target: Tensor, objective: str, unit: Tensor | float = 1.0) -> Tensor:
+def validation_sums(p: MFA, x: Tensor, target: Tensor, objective: str) -> Tensor:
     """Sums over some images, for `ratio_and_error` and `figures`.
 
     The four `ratio_sums` of what is minimised; −log p, jointly and pixel by pixel; squared error; pixels inside 50 %
@@ -59,10 +59,7 @@ def validation_sums(p: MFA, x: Tensor, target: Tensor, objective: str, unit: Ten
     """
     parts = {"joint": -p.log_prob(x, target).double(), "marginal": -p.marginal_log_prob(x, target).double()}  # (B,)
     minimised = torch.stack([value for name, value in parts.items() if name in objective]).sum(0)
-    errors = (p.mean - x).where(target, 0)
-    if "mean" in objective:
-        minimised = minimised + (errors / unit).double().square().sum((1, 2, 3))
-    error = errors.square().sum(dtype=torch.float64)
+    error = (p.mean - x).where(target, 0).square().sum(dtype=torch.float64)
     level = _level(p, x)
     inside = [((level <= share) & target).sum().double() for share in (0.5, 0.9)]
     sums = torch.stack([*(value.sum() for value in parts.values()), error, *inside, target.sum().double()])

@@ -16,8 +16,9 @@ from misconv._triton.backward import backward_kernel
 from misconv._triton.forward import forward_kernel
 from misconv._triton.launch import Launch, dense, power
 from misconv._triton.squares import squares_kernel
+from misconv._triton.windows import BLOCK_T, window_moments_kernel
 
-__all__ = ["Plan", "Settings", "backward", "box_is_small", "forward", "is_channels_last", "squares"]
+__all__ = ["Plan", "Settings", "backward", "box_is_small", "forward", "is_channels_last", "squares", "window_moments"]
 
 _Shape = tuple[int, ...]
 
@@ -59,6 +60,7 @@ _BACKWARD = {
     (False, False): _Tiling(32, 64, 4, {"num_warps": 4}, 2),
     (False, True): _Tiling(32, 64, 4, {"num_warps": 4}, 2),
 }
+_WINDOWS = _Tiling(64, 64, 1, {"num_warps": 8}, 1)
 _MOST_CHANNELS = 64  # of the output, likewise
 _LARGEST_BOX = 2048  # pixels that are read at a time, in as many channels as fit
 _LARGEST_PLANE = 8192  # … but at least in one
@@ -100,6 +102,31 @@ def squares(
     seen = means if observed is None else observed
     launch(*dense(logits, means, factors, noise, seen, weight, bias), table, sums)
     return sums.sum(0, dtype=torch.float64).float()
+
+
+def window_moments(
+    plan: Plan, logits: Tensor, means: Tensor, factors: Tensor, noise: Tensor, observed: Tensor | None, center: Tensor
+) -> Tensor | None:
+    """Σ E[(x − center)(x − center)ᵀ] over all windows x, (taps, taps) in float64; None where that is not the best way.
+
+    Args:
+        center: (taps,), in float32.
+    """
+    if plan.window_moments is None:
+        return None
+    launch, table, programs = plan.window_moments
+    block, taps = BLOCK_T.value, len(center)
+    center = torch.nn.functional.pad(center, (0, 3 * block - taps))
+    products, variances = (
+        torch.empty((programs, *size), dtype=torch.float32, device=plan.device)
+        for size in ((6, block, block), (3 * block,))
+    )
+    seen = means if observed is None else observed
+    launch(*dense(logits, means, factors, noise, seen), center, table, products, variances)
+    s00, s01, s02, s11, s12, s22 = products.sum(0, dtype=torch.float64)
+    blocks = ((s00, s01, s02), (s01.mT, s11, s12), (s02.mT, s12.mT, s22))
+    total = torch.cat([torch.cat(row, 1) for row in blocks])[:taps, :taps]
+    return total + variances.sum(0, dtype=torch.float64)[:taps].diag()
 
 
 def backward(
@@ -249,6 +276,30 @@ class Plan:
         programs = self._programs(tiling, batch * tiles, parts)
         arguments = (batch, *self.means[3:], *s.size, across, tiles, *constants)
         launch = Launch(squares_kernel, self.device, (programs, parts, 1), arguments, num_stages=1, **tiling.options)
+        return launch, table, programs
+
+    @cached_property
+    def window_moments(self) -> tuple[Launch, Tensor, int] | None:
+        """The launch, its table of taps, and the number of programs."""
+        s, block = self.settings, BLOCK_T.value
+        (batch, components, channels, *image), kernel = self.means, self.weight[2:]
+        taps = channels * kernel[0] * kernel[1]
+        tile = _tile(_WINDOWS.pixels, kernel, s)
+        box = _box(tile, kernel, s)
+        few = s.groups == 1 and taps <= 3 * block and channels * box[0] * box[1] <= _LARGEST_BOX
+        if not few or s.precision not in ("tf32", "bf16"):
+            return None
+        across, down = -(-s.size[1] // tile[1]), -(-s.size[0] // tile[0])
+        programs = self._programs(_WINDOWS, batch * across * down, 1)
+        numbers = (batch, *image, *s.size, across, across * down)
+        constants = (
+            components, self.rank, channels, *s.stride, *s.corner, self.planes is not None,
+            self.planes is not None and self.planes > 1, 1 if s.precision == "bf16" else 2, *tile, *box,
+            -(-taps // block), power(channels * box[0] * box[1]), power(components),
+        )  # fmt: skip
+        table = _table(channels, kernel, s.dilation, box, 3 * block, self.device)
+        grid, arguments = (programs, 1, 1), (*numbers, *constants)
+        launch = Launch(window_moments_kernel, self.device, grid, arguments, num_stages=1, **_WINDOWS.options)
         return launch, table, programs
 
     def _programs(self, tiling: _Tiling, tiles: int, parts: int) -> int:

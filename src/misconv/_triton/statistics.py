@@ -1,7 +1,8 @@
 """Mean and variance of all responses of a batch, for batch normalization in training, without writing any of them.
 
-The mean of the responses is the response to the mean of all windows, which is small. The variance is the mean of
-E[(z − mean)²], with z² for an activation of the fused kernels; its gradients are theirs.
+The mean of the responses is the response to the mean of all windows, which is small. The variance is a quadratic form
+in the filters, whose matrix is computed once (`windows`) where windows are small and the density needs no gradient.
+Elsewhere it is the mean of E[(z − mean)²], with z² for an activation of the fused kernels; its gradients are theirs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from misconv._triton.operator import SETTINGS, TENSORS, PlainPath, find_plan, pack, plain_backward, unpack
-from misconv._triton.plan import Plan, backward, squares
+from misconv._triton.plan import Plan, backward, squares, window_moments
 
 if TYPE_CHECKING:
     from misconv._conv import Convolution
@@ -35,32 +36,40 @@ def batch_statistics(p: MFA, conv: Convolution, plain_path: PlainPath) -> tuple[
     plan = find_plan(p, conv, True, ("square", 0.0, 0.0))
     if plan is None:
         return None
-    middle = _mean_response(p, conv, plan)
-    tensors = (p.logits, p.means, p.factors, p.noise, p.observed, conv.weight.float(), -middle)
+    batch, _, rows, columns = plan.shape
+    count = batch * rows * columns
+    window = _mean_window(p, conv, count)
+    out = conv.weight.shape[0]
+    filters = conv.weight.double().reshape(conv.groups, out // conv.groups, -1)
+    middle = torch.einsum("got,gt->go", filters, window.view(conv.groups, -1)).flatten().float()
+    mean = middle if conv.bias is None else middle + conv.bias.float()
+    density = (p.logits, p.means, p.factors, p.noise)
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in density)
+    if not learns and not torch.compiler.is_compiling():
+        moments = window_moments(plan, *density, p.observed, window.float())
+        if moments is not None:
+            filters = filters[0]
+            return mean, ((filters @ moments) * filters).sum(1).float() / count
+    tensors = (*density, p.observed, conv.weight.float(), -middle)
     if torch.compiler.is_compiling():
         total = torch.ops.misconv.expected_squares(*tensors, *pack(plan.settings))
-    elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    elif learns or (torch.is_grad_enabled() and conv.weight.requires_grad):
         total = _Squares.apply(plan, plain_path, *tensors)
     else:
         total = squares(plan, *tensors)
-    batch, _, rows, columns = plan.shape
-    return middle if conv.bias is None else middle + conv.bias.float(), total / (batch * rows * columns)
+    return mean, total / count
 
 
-def _mean_response(p: MFA, conv: Convolution, plan: Plan) -> Tensor:
-    """The mean over images and places (O,), without the bias: the response to the mean of all windows."""
-    # The mean of every window in float64: a mean far from zero must not spoil the variance.
+def _mean_window(p: MFA, conv: Convolution, count: int) -> Tensor:
+    """The mean of all windows (C · kh · kw,) over images and places, of which there are `count`."""
+    # In float64: a mean far from zero must not spoil the variance.
     shares = p.weights.double()
     if shares.shape[1] == 1:
         image = p.means[:, 0].sum(0, dtype=torch.float64)
     else:
         image = torch.einsum("bk,bkchw->chw", shares, p.means.double())
     padded = F.pad(image.unsqueeze(0), conv.margins)
-    windows = F.unfold(padded, conv.kernel, conv.dilations, 0, conv.strides).sum((0, 2))  # (C · kh · kw,)
-    batch, out, rows, columns = plan.shape
-    weight = conv.weight.double().reshape(conv.groups, out // conv.groups, -1)
-    response = torch.einsum("got,gt->go", weight, windows.view(conv.groups, -1)).flatten()
-    return (response / (batch * rows * columns)).float()
+    return F.unfold(padded, conv.kernel, conv.dilations, 0, conv.strides).sum((0, 2)) / count
 
 
 class _Squares(torch.autograd.Function):
