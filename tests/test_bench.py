@@ -26,6 +26,7 @@ from misconv.bench import command as bench
 from misconv.bench import layer as _bench_layer
 from misconv.bench import warm_up as _bench_warm
 from misconv.bench.layer import Layer, Setting
+from misconv.bench.network import Networks, NetworkSetting
 
 ROOT = Path(__file__).parent.parent
 CPU = ("--device", "cpu", "--quick")
@@ -98,6 +99,43 @@ def test_the_sections_hold_what_they_promise(facts: dict[str, Any]) -> None:
     assert seen == {(share, k, rank) for share in missing for k in (1, 3) for rank in (4, 8)}
     assert {row["varied"] for row in sections["growth"]} == {"size", "batch", "share", "components", "rank"}
     assert sections["nll"][0]["times"].keys() == {"misconv", "plain"}
+    for row in sections["network"]:
+        assert row["times"].keys() == {"network", "given", "density"}
+        assert {"network/given", "network/density"} <= row["ratios"].keys()
+        assert row["error"] < 1e-4
+
+
+def test_networks_need_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    refused(
+        call(*CPU, "--only", "network"),
+        "--only network needs torchvision, from which its networks are: pip install 'misconv[vision]'",
+    )
+    _, sections = bench.choose("cpu", [], None)
+    assert "network" not in sections
+
+
+def test_a_network_that_says_something_else_of_complete_images_is_not_timed() -> None:
+    torch.set_default_dtype(torch.float32)
+    networks = Networks(NetworkSetting("resnet18").tiny(), torch.Generator(torch.get_default_device()).manual_seed(0))
+    assert networks.check() < 1e-4
+    torch.nn.init.normal_(networks.converted.network.fc.weight)
+    with pytest.raises(bench.WrongResultError, match="resnet18, evaluation, TF32, 2×3×32×32: complete images differ"):
+        networks.check()
+
+
+@pytest.mark.parametrize("task", ["evaluation", "training"])
+@pytest.mark.parametrize("graph", [False, True])
+def test_networks_run_as_a_row_says(task: str, graph: bool) -> None:
+    """One step of each; a CUDA graph where there is a GPU."""
+    torch.set_default_dtype(torch.float32)
+    device = torch.device(torch.get_default_device())
+    setting = NetworkSetting("resnet18", task, graph=graph and device.type == "cuda").tiny()  # type: ignore[arg-type]
+    networks = Networks(setting, torch.Generator(device).manual_seed(0))
+    before = networks.converted.network.fc.weight.detach().clone()
+    for contender in networks.contenders().values():
+        contender.run(0)
+    assert torch.equal(networks.converted.network.fc.weight, before) == (task == "evaluation")
 
 
 def test_output_and_all_gradients_were_checked(facts: dict[str, Any]) -> None:
@@ -144,7 +182,7 @@ def test_a_wrong_path_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def test_what_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bench, "run", lambda *_, **__: pytest.fail("the benchmark was started"))
-    names = "table10, large, shares, growth, nll, cpu"
+    names = "table10, large, shares, growth, nll, network, cpu"
     refused(call("--device", "cpu", "--only", "table11"), f"--only must be one of {names}, got 'table11'")
     refused(call("--device", "tpu"), "--device must be cuda or cpu, got 'tpu'")
     refused(call("--seed", "-1"), "--seed must lie between 0 and 2147483647, got -1")

@@ -50,7 +50,9 @@ MAY_IMPORT = {
     },
     "training": {"torch", "_torch", "lightning_fabric", "_checks", "_train", "density", "mfa", "missing"},
     "data": {"torch", "numpy", "sklearn", "torchvision", "_checks"},
-    "bench": {"torch", "_backend", "_store", "functional", "mfa", "missing", "store"},
+    "bench": {
+        "torch", "torchvision", "_backend", "_store", "convert", "density", "functional", "mfa", "missing", "store",
+    },
     "paper": {
         "torch", "lightning_fabric", "matplotlib", "PIL", "scipy", "torchmetrics", "_checks", "_store", "_train", "bench",
         "data", "density", "impute", "layers", "mfa", "missing", "store", "training",

@@ -146,7 +146,8 @@ def bench(
     device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is one.")] = None,
     out: Annotated[Path | None, typer.Option(help="File for the numbers, as JSON.")] = None,
     only: Annotated[
-        list[str] | None, typer.Option(help="table10, large, shares, growth, nll or cpu; may be given several times.")
+        list[str] | None,
+        typer.Option(help="table10, large, shares, growth, nll, network or cpu; may be given several times."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny settings, to see that everything runs.")] = False,
     seed: Annotated[int | None, typer.Option(help="Of the random inputs; new ones for every run if left out.")] = None,

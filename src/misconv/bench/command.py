@@ -1,7 +1,7 @@
 """How fast the layer is, against the convolution and ReLU it replaces: `misconv bench`.
 
 Checks first that the fast path computes what the plain one does, then times everything side by side in one run. These
-functions need torch alone; the command line is `misconv.cli`.
+functions need torch alone, but for whole networks, which are torchvision's; the command line is `misconv.cli`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from misconv._store import JsonObject, check_output_folder, check_replaceable, c
 from misconv.bench.checks import BOUNDS, CASES, MODES, WrongResultError, check
 from misconv.bench.clock import Pace, memory, times
 from misconv.bench.layer import Contender, Kind, Layer, Setting, likelihood
+from misconv.bench.network import MODELS, Networks, NetworkSetting, network_settings
 from misconv.bench.warm_up import Job, checks, compile_ahead
 from misconv.store import write_bytes
 
@@ -90,7 +92,9 @@ class Bench:
         contenders = {name: layer.contender(name, kind) for name in names if name not in skipped}
         return self.timed(setting, kind, contenders, peak, **({"skipped": skipped} if skipped else {}), **more)
 
-    def timed(self, setting: Setting, kind: str, contenders: dict[str, Contender], peak: bool, **more: Any) -> Row:
+    def timed(
+        self, setting: Setting | NetworkSetting, kind: str, contenders: dict[str, Contender], peak: bool, **more: Any
+    ) -> Row:
         """The times, peaks and ratios of these contenders."""
         row: Row = {"setting": asdict(setting), "kind": kind, "times": times(contenders, self.device, self.pace)}
         row["ratios"] = _ratios({name: t["median_us"] for name, t in row["times"].items()})
@@ -108,7 +112,7 @@ class Rehearsal(Bench):
         """Every setting once, for all kinds; how much is missing changes no kernel."""
         self.found: dict[Setting, dict[Kind, None]] = {}
         for section in sections:
-            if section != "nll":
+            if section not in ("nll", "network"):
                 list(SECTIONS[section](self))
         return [Job(setting, tuple(kinds)) for setting, kinds in self.found.items()]
 
@@ -183,11 +187,23 @@ def cpu(bench: Bench) -> Iterator[Row]:
                 yield bench.row(layer, kind, names)
 
 
+def network(bench: Bench) -> Iterator[Row]:
+    """Whole networks of torchvision: as they are, converted with the MFA given, and converted with a `UNetDMFA`."""
+    for setting in network_settings(bench.device, MODELS[:1] if bench.quick else MODELS):
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+        networks = Networks(setting.tiny() if bench.quick else setting, bench.generator)
+        error = networks.check()
+        contenders = networks.contenders()
+        yield bench.timed(networks.setting, setting.task, contenders, peak=not setting.graph, error=error)
+        del networks, contenders
+
+
 SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
-    function.__name__: function for function in (table10, large, shares, growth, nll, cpu)
+    function.__name__: function for function in (table10, large, shares, growth, nll, network, cpu)
 }
 # What runs where nothing else is said; the large settings would keep a CPU busy for hours.
-USUAL = {"cuda": ("table10", "large", "shares", "growth", "nll"), "cpu": ("cpu", "nll")}
+USUAL = {"cuda": ("table10", "large", "shares", "growth", "nll", "network"), "cpu": ("cpu", "nll")}
 
 
 # A run -------------------------------------------------------------------------------------------------------------
@@ -204,11 +220,15 @@ def choose(device: str | None, only: Sequence[str], out: Path | None) -> tuple[t
     for name in only:
         if name not in SECTIONS:
             raise ValueError(f"--only must be one of {', '.join(SECTIONS)}, got {name!r}")
+    has_networks = find_spec("torchvision") is not None
+    if "network" in only and not has_networks:
+        raise ValueError("--only network needs torchvision, from which its networks are: pip install 'misconv[vision]'")
     if out is not None:
         _check_out(Path(out))
     if is_plain():
         raise ValueError("the plain path is forced (MISCONV_PLAIN?): there would be no fast path to compare with it")
-    return torch.device(device), list(dict.fromkeys(only)) or list(USUAL[device])
+    usual = [name for name in USUAL[device] if has_networks or name != "network"]
+    return torch.device(device), list(dict.fromkeys(only)) or usual
 
 
 def _check_out(out: Path) -> None:
@@ -308,6 +328,9 @@ def summary(record: JsonObject) -> list[tuple[str, str]]:
             found += _range(f"{group}, {title}: peak memory, {PAIRS['misconv/conv']}", peaks)
     for row in sections.get("nll", []):
         found += _range(f"log_prob, forward and backward: {PAIRS['plain/misconv']}", [row["ratios"]["plain/misconv"]])
+    for row in sections.get("network", []):
+        for pair in ("network/given", "network/density"):
+            found += _range(f"{NetworkSetting(**row['setting'])}: {PAIRS[pair]}", [row["ratios"][pair]])
     return found
 
 
@@ -321,7 +344,10 @@ PAIRS = {
     "misconv/conv_image": "MisConv / conv+ReLU with the gradient of the image",
     "misconv_graph/conv_graph": "MisConv / conv+ReLU in CUDA graphs",
     "plain/misconv": "plain PyTorch / MisConv",
+    "network/given": "share of the network's speed, MFA given",
+    "network/density": "share of the network's speed, with the density",
 }
+OTHERS = ("plain/conv", "misconv/conv_inplace", "given/network", "density/network")
 
 
 # Inside ------------------------------------------------------------------------------------------------------------
@@ -329,7 +355,7 @@ PAIRS = {
 
 def _ratios(values: dict[str, float]) -> dict[str, float]:
     """Whatever can be compared of these."""
-    pairs = {pair: pair.split("/") for pair in (*PAIRS, "plain/conv", "misconv/conv_inplace")}
+    pairs = {pair: pair.split("/") for pair in (*PAIRS, *OTHERS)}
     return {pair: round(values[a] / values[b], 4) for pair, (a, b) in pairs.items() if a in values and values.get(b)}
 
 
@@ -341,7 +367,7 @@ def _range(what: str, values: Sequence[float | None]) -> list[tuple[str, str]]:
     return [(what, low if low == high else f"{low} to {high}")]
 
 
-def _line(section: str, setting: Setting, row: Row) -> str:
+def _line(section: str, setting: Setting | NetworkSetting, row: Row) -> str:
     parts = [f"{name} {t['median_us']:.1f} µs" for name, t in row["times"].items()]
     parts += [f"{name} skipped, {why}" for name, why in row.get("skipped", {}).items()]
     parts += [f"{pair} {ratio:.2f}" for pair, ratio in row["ratios"].items()]
