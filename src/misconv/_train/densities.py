@@ -141,9 +141,12 @@ class DensityTraining:
         return (sums[0] + self.squared * sums[2]) * scale, sums
 
     def _unit(self) -> Tensor | float:
-        """The deviation of every channel, where the density has measured it; else images count as they are."""
-        scale = getattr(self.density, "scale", None)
-        return scale.detach() if isinstance(scale, Tensor) else 1.0
+        """The deviation of every channel, where a density network has measured it; else images count as they are."""
+        for module in self.density.modules():  # it may be inside a user's own
+            scale = getattr(module, "scale", None)
+            if isinstance(scale, Tensor) and callable(getattr(module, "calibrate", None)):
+                return scale.detach()
+        return 1.0
 
     def _predict(self, model: nn.Module, x: Tensor, less: Tensor) -> MFA:
         p = call_model("density", model, (x, less))
