@@ -32,7 +32,7 @@ lint: $(VENV)/installed
 # The quickest answers first; conftest.py says what the core is. Types are those of the newest torch alone.
 test: $(if $(filter constraints.txt,$(CONSTRAINTS)),lint,$(VENV)/installed)
 	$(BIN)/python -m pytest --numprocesses auto --quiet --part core
-	$(BIN)/python -m pytest --numprocesses auto --quiet --part rest
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --quiet --part rest
 
 # Processes share the one GPU, so there are few of them.
 test-gpu: $(VENV)/installed

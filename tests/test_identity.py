@@ -122,12 +122,14 @@ def test_a_class_is_known_by_what_it_does(tmp_path: Path) -> None:
         "b": ("# a comment\n\n        '''Other words.'''", "x + 1"),
         "c": ("pass", "x + 2"),
     }
-    found = {}
     for name, parts in variants.items():
         (tmp_path / f"{name}.py").write_text(text.format(*parts))
-        code = f"import json, {name}; from misconv._train.identity import identify_module as i; print(json.dumps(i({name}.Net())))"
+    found: dict[str, Any] = {}
+    for names in (["a"], ["b", "c"]):
+        each = ", ".join(f"i(__import__({name!r}).Net())" for name in names)
+        code = f"import json; from misconv._train.identity import identify_module as i; print(json.dumps([{each}]))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
-        found[name] = json.loads(done.stdout)
+        found |= dict(zip(names, json.loads(done.stdout), strict=True))
     assert difference(found["a"], found["b"]) is None
     assert "its code is" in str(difference(found["a"], found["c"]))
 
