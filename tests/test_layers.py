@@ -355,7 +355,7 @@ def test_an_mfa_goes_into_and_comes_out_of_distributed_data_parallel() -> None:
 
 # One process of a group: its share of the images goes through the layer; outputs, gradients and statistics are saved.
 PROCESS = """
-import sys, torch
+import gc, sys, torch
 import torch.distributed as dist
 from torch import nn
 from misconv import MFA, MisConv2d
@@ -379,6 +379,8 @@ layer.eval()
 results.append(layer(MFA(*parts, images[4][share])).detach())  # no process waits for another
 gradients = [t.grad for t in (*parts, *layer.parameters())]
 torch.save((results, gradients, layer.norm.state_dict()), f"{folder}/{rank}.pt")
+del result  # its graph knows the group, whose threads must not outlive Python
+gc.collect()
 dist.destroy_process_group()
 """
 

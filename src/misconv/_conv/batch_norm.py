@@ -223,7 +223,7 @@ def _over_processes(group: Any, held: int, center: Tensor, total: Tensor) -> tup
     rows = own.new_zeros(dist.get_world_size(group), 2 * channels + 1)
     rows = rows.index_copy(0, torch.tensor([dist.get_rank(group)], device=own.device), own.unsqueeze(0))
     centers, totals, counts = _Sum.apply(group, rows).split([channels, channels, 1], 1)  # (processes, O), …, 1
-    number = float(counts.sum())
+    number = float(counts.detach().sum())
     if number == 0:
         return number, center, total
     share = counts.detach() / number
