@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="instead of steps, for all densities side by side")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--patch", type=int, default=2)
+    parser.add_argument("--objective", default="joint+marginal+mean", help="of fit_density")
     parser.add_argument("--augment", action="store_true", help="mirror and move, for few images")
     parser.add_argument(
         "--grid", nargs="+", default=[f"{components}x{rank}" for components, rank in GRID], help="components x rank"
@@ -121,7 +122,8 @@ def job(components: int, rank: int, images: Tensor, observed: Tensor, fabric: An
     density = UNetDMFA(images.shape[1], components, rank, patch=options.patch)
     made = density_job(
         density, images, observed, fabric, batch_size=options.batch_size, learning_rate=0.0,
-        shape=missing.like(observed), augment=options.augment, validation=min(0.1, 2000 / len(images)), clip=1.0,
+        objective=options.objective, shape=missing.like(observed), augment=options.augment,
+        validation=min(0.1, 2000 / len(images)), clip=1.0,
     )  # fmt: skip
     made.schedule, made.betas = warm_up_cosine(2e-3), (0.9, 0.99)
     return made

@@ -243,10 +243,11 @@ def test_steps_are_counted() -> None:
 
 
 def test_minutes_end_in_time() -> None:
+    most = 60 if torch.cuda.is_available() else 4  # kernels are compiled before the first step is over
     for source in (digits(), (DataLoader(Items(), 32),)):
         start = time.monotonic()
         history = fit_density(small(), *source, minutes=1.2 / 60, batch_size=32, progress=False)
-        assert 0.9 < time.monotonic() - start < 60
+        assert 0.9 < time.monotonic() - start < most
         assert len(history) >= 5
 
 
@@ -537,6 +538,7 @@ def test_figures_of_validation_are_what_they_say() -> None:
         assert scores.validation_sums(p, x, target, objective)[0] == pytest.approx(expected)  # judged by likelihoods
         more = error / 4 if "mean" in objective else 0
         assert float(scores.fit_sums(p, x, target, objective, unit)[0]) == pytest.approx(expected + more)
+        assert float(scores.fit_sums(p, x, target, objective)[0]) == pytest.approx(expected)  # in units unknown
     samples = p.sample(4000, generator=generator)[:, target].sort(0).values
     for share, found in ((0.5, half), (0.9, most)):
         low, high = (samples[round((0.5 + sign * share / 2) * 3999)] for sign in (-1, 1))

@@ -27,6 +27,18 @@ def close(actual: Tensor, expected: Tensor, kind: str = "exact") -> None:
 # Probability ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("components", [1, 2])
+def test_the_mean_is_a_tensor_of_its_own(components: int) -> None:
+    """Whoever changes it does not change the density; with one component, too, which is its mean."""
+    observed = torch.rand(2, 1, 4, 4) < 0.5
+    p = random_mfa(2, components, 1, (2, 4, 4), observed)
+    before = p.means.clone()
+    p.mean.zero_()
+    assert torch.equal(p.means, before)
+    if components == 1:
+        assert torch.equal(p.mean, p.means[:, 0])
+
+
 @given(mfas())
 @settings(max_examples=60)
 def test_mean_and_variance_equal_the_dense_mixture(p: MFA) -> None:

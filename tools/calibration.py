@@ -104,7 +104,9 @@ def section(name: str, record: Record) -> str:
     seconds = sum({(row["learned"], row["components"], row["rank"]): row["seconds"] for row in rows}.values())
     steps = f"{rows[0]['steps']:,.0f} steps" if "steps" in rows[0] else f"{settings['steps']:,} steps"
     lines.append(
-        f"\n{kept} beyond its bound. {steps} of {settings['batch_size']} images"
+        f"\n{kept} beyond its bound. `patch={settings['patch']}`; "
+        # Records that do not say it are from before there was another one.
+        f'`objective="{settings.get("objective", "joint+marginal")}"`; {steps} of {settings["batch_size"]} images'
         f"{', mirrored and moved' if settings['augment'] else ''}; training {seconds:,.0f} s in all, side by side and "
         f"with others on {record['device']}; commit `{record['commit'][:7]}`, torch {record['versions']['torch']}.\n"
     )

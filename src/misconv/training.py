@@ -94,9 +94,9 @@ def fit_density(
     """Teach a density what missing pixels may be, from incomplete images alone.
 
     In every step a further region of what is seen is hidden, and the negative log-likelihood of the hidden pixels given
-    the rest is minimised; pixels that were missing from the start are never read. The best parameters by the same
-    measure on validation images are kept (by default, where the learning rate falls, the last ones that are as good as
-    these within a standard error). An `SMFA` is fitted by EM to all images instead; it uses `epochs`, `seed`,
+    the rest is minimised; pixels that were missing from the start are never read. The parameters with the best
+    likelihood of validation images are kept (by default, where the learning rate falls, the last ones that are as good
+    as these within a standard error). An `SMFA` is fitted by EM to all images instead; it uses `epochs`, `seed`,
     `checkpoint`, `fabric` and `progress`, and ignores the arguments that are about gradients and validation.
 
     Images may be more than memory holds: of a Dataset or a DataLoader at most 2,000 and 32 MB are kept, for validation,
@@ -121,8 +121,9 @@ def fit_density(
         learning_rate: of Adam, a number or a function of the epoch, which counts from 0. By default it grows to 0.002
             at first and then falls to 0 along a cosine, over the whole training.
         objective: "joint+marginal+mean", the likelihood of all hidden pixels of an image together and of each by
-            itself, and the squared error of the mean, over the variance of the images; "joint+marginal"; "joint", as in
-            the paper, which makes a density too uncertain; or "marginal". Why, says docs/maths.md.
+            itself, and the squared error of the mean over the variance of the images, where the density has measured
+            that (the networks of this library do); "joint+marginal"; "joint", as in the paper, which makes a density
+            too uncertain; or "marginal". Why, says docs/maths.md.
         mse_epochs: in this many first epochs the squared error of the mean is added.
         shape, fraction: the region that is hidden; see `misconv.missing.hide`. By default it is one like those that
             are missing in the images, `misconv.missing.like`.

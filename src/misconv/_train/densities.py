@@ -140,13 +140,13 @@ class DensityTraining:
         scale = self.fabric.world_size / total.clamp_min(1)
         return (sums[0] + self.squared * sums[2]) * scale, sums
 
-    def _unit(self) -> Tensor | float:
-        """The deviation of every channel, where a density network has measured it; else images count as they are."""
+    def _unit(self) -> Tensor | None:
+        """The deviation of every channel (C, 1, 1), where a density network has measured it."""
         for module in self.density.modules():  # it may be inside a user's own
             scale = getattr(module, "scale", None)
             if isinstance(scale, Tensor) and callable(getattr(module, "calibrate", None)):
                 return scale.detach()
-        return 1.0
+        return None
 
     def _predict(self, model: nn.Module, x: Tensor, less: Tensor) -> MFA:
         p = call_model("density", model, (x, less))

@@ -30,12 +30,12 @@ OBJECTIVES = ("joint+marginal+mean", "joint+marginal", "joint", "marginal")
 _MOST_OFF = 0.1  # how far coverages may be off before a user is told
 
 
-def fit_sums(p: MFA, x: Tensor, target: Tensor, objective: str, unit: Tensor | float = 1.0) -> Tensor:
+def fit_sums(p: MFA, x: Tensor, target: Tensor, objective: str, unit: Tensor | None = None) -> Tensor:
     """Sums over some images of what is minimised, −log p and squared error of `target`; and how many pixels it has.
 
     Args:
-        unit: in which the error of the mean is counted where it is minimised: a number, or one of each channel
-            (C, 1, 1).
+        unit: (C, 1, 1), in which the error of the mean is counted where it is minimised; None where it is not known:
+            then only likelihoods are, for an error in any units could outweigh them.
     """
     errors = (p.mean - x).where(target, 0)
     error = errors.square().sum()
@@ -46,7 +46,7 @@ def fit_sums(p: MFA, x: Tensor, target: Tensor, objective: str, unit: Tensor | f
         total = total + nll
     if "marginal" in objective:
         total = total - p.marginal_log_prob(x, target).sum(dtype=torch.float64)
-    if "mean" in objective:
+    if "mean" in objective and unit is not None:
         total = total + (errors / unit).square().sum(dtype=torch.float64)
     return torch.stack([total, nll, error.double(), target.sum().double()])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -82,8 +81,7 @@ class Networks:
         self.incomplete = self.complete.masked_fill(~observed, torch.nan)
         with torch.no_grad():
             self.p: MFA = density(self.complete, observed)
-        self.given = convert(copy.deepcopy(self.plain))
-        self.converted = convert(copy.deepcopy(self.plain), density)
+        self.given, self.converted = convert(self.plain), convert(self.plain, density)
 
     def _cast(self, module: Any) -> Any:
         """A network or images in the type and layout of the setting."""
