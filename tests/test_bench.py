@@ -120,7 +120,9 @@ def test_a_network_that_says_something_else_of_complete_images_is_not_timed() ->
     networks = Networks(NetworkSetting("resnet18").tiny(), torch.Generator(torch.get_default_device()).manual_seed(0))
     assert networks.check() < 1e-4
     torch.nn.init.normal_(networks.converted.network.fc.weight)
-    with pytest.raises(bench.WrongResultError, match="resnet18, evaluation, TF32, 2×3×32×32: complete images differ"):
+    with pytest.raises(
+        bench.WrongResultError, match="resnet18, evaluation, float32, 2×3×32×32: complete images differ"
+    ):
         networks.check()
 
 

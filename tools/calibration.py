@@ -99,12 +99,14 @@ def section(name: str, record: Record) -> str:
     lines += [line(row, record["fills"]) for row in sorted(record["rows"], key=place)]
     settings, rows = record["settings"], record["rows"]
     beyond = max(row["out_of_bounds"] for row in rows)
-    rounding = 1e-7  # of float32
-    kept = "No mean or variance was" if beyond <= rounding else f"By {beyond:.2g} of the range a mean or variance was"
+    rounding = 1e-7  # of float32, as a share of the range
+    kept = f"By {beyond:.2g} of the range a mean or variance was beyond its bound."
+    if beyond <= rounding:
+        kept = "No mean or variance was beyond its bound" + (" by more than rounding." if beyond > 0 else ".")
     seconds = sum({(row["learned"], row["components"], row["rank"]): row["seconds"] for row in rows}.values())
     steps = f"{rows[0]['steps']:,.0f} steps" if "steps" in rows[0] else f"{settings['steps']:,} steps"
     lines.append(
-        f"\n{kept} beyond its bound. `patch={settings['patch']}`; "
+        f"\n{kept} `patch={settings['patch']}`; "
         # Records that do not say it are from before there was another one.
         f'`objective="{settings.get("objective", "joint+marginal")}"`; {steps} of {settings["batch_size"]} images'
         f"{', mirrored and moved' if settings['augment'] else ''}; training {seconds:,.0f} s in all, side by side and "

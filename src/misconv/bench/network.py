@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from misconv import missing
+from misconv._backend import plain
 from misconv.bench.checks import WrongResultError
 from misconv.bench.layer import Contender
 from misconv.convert import convert
@@ -20,7 +21,7 @@ from misconv.mfa import MFA
 __all__ = ["MODELS", "NetworkSetting", "Networks", "network_settings"]
 
 MODELS = ("resnet18", "resnet50", "efficientnet_b0", "convnext_tiny", "regnet_y_400mf")
-_BOUNDS = {"float32": 5e-3, "bfloat16": 5e-2}  # how far complete images may be from the network's own result
+_BOUNDS = {"float32": 5e-3, "bfloat16": 5e-2}  # how far results of whole networks may be apart: TF32, bfloat16
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class NetworkSetting:
     patch: int = 4
 
     def __str__(self) -> str:
-        how = "TF32" if self.mode == "float32" else "bfloat16, channels_last"
+        how = self.mode if self.mode == "float32" else "bfloat16, channels_last"
         graph = ", CUDA graph" if self.graph else ""
         return f"{self.model}, {self.task}, {how}, {self.batch}×3×{self.size}×{self.size}{graph}"
 
@@ -91,13 +92,21 @@ class Networks:
 
     @torch.no_grad()
     def check(self) -> float:
-        """How far complete images are from the network's own result; a `WrongResultError` if it is too far."""
-        few = self.complete[:8]
-        expected = self.plain(few).double()
-        found = float((self.converted(few).double() - expected).norm() / expected.norm())
-        if not found <= _BOUNDS[self.setting.mode]:
-            raise WrongResultError(f"{self.setting}: complete images differ by {found:.1e}")
-        return found
+        """The largest error; a `WrongResultError` if it is too large.
+
+        Complete images must give the network's own result, incomplete ones that of the plain path.
+        """
+        few, some = self.complete[:8], self.incomplete[:8]
+        with plain():
+            expected = self.converted(some)
+        errors = {
+            "complete images": _error(self.converted(few), self.plain(few)),
+            "incomplete images": _error(self.converted(some), expected),
+        }
+        for images, error in errors.items():
+            if not error <= _BOUNDS[self.setting.mode]:
+                raise WrongResultError(f"{self.setting}: {images} differ by {error:.1e}")
+        return max(errors.values())
 
     def contenders(self) -> dict[str, Contender]:
         """`network`, `given` and `density`, each a whole step."""
@@ -133,6 +142,10 @@ class Networks:
             return loss
 
         return train
+
+
+def _error(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
 
 
 def _call(step: Callable[[], object], _: int) -> object:
