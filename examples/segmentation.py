@@ -42,7 +42,7 @@ def discs(count: int, side: int = 32) -> tuple[Tensor, Tensor]:
     return 0.8 * inside + 0.15 * torch.randn(count, 1, side, side), inside.float()
 
 
-def main(images: int = 512, epochs: int = 4) -> float:
+def main(images: int = 512, epochs: int = 8) -> float:
     """Train, and return the share of test pixels that are right."""
     torch.manual_seed(0)
     complete, truth = discs(images)
@@ -72,6 +72,6 @@ def main(images: int = 512, epochs: int = 4) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--images", type=int, default=512)
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=8)
     arguments = parser.parse_args()
     main(arguments.images, arguments.epochs)

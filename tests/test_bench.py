@@ -115,6 +115,7 @@ def test_networks_need_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "network" not in sections
 
 
+@pytest.mark.usefixtures("without_tf32")
 def test_a_network_that_says_something_else_of_complete_images_is_not_timed() -> None:
     torch.set_default_dtype(torch.float32)
     networks = Networks(NetworkSetting("resnet18").tiny(), torch.Generator(torch.get_default_device()).manual_seed(0))

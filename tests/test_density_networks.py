@@ -70,6 +70,15 @@ def check_bounded(p: MFA, low: Tensor, high: Tensor, text: str = "") -> None:
 # Bounds ------------------------------------------------------------------------------------------------------------
 
 
+def test_features_that_grow_leave_the_weights_of_components_alone() -> None:
+    density = small(3, components=3)
+    assert density.logits is not None
+    features = torch.rand(5, 8)
+    weights = density.logits(features).softmax(1)
+    torch.testing.assert_close(density.logits(1000 * features).softmax(1), weights, rtol=1e-3, atol=1e-3)
+    assert weights.std(0).max() > 1e-3  # they depend on the image
+
+
 @pytest.mark.parametrize(("components", "rank"), [(1, 0), (1, 4), (3, 2)])
 @pytest.mark.parametrize("size", [1.0, 100.0])
 def test_no_weights_and_no_hole_lead_out_of_the_range(components: int, rank: int, size: float) -> None:

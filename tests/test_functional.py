@@ -319,6 +319,7 @@ def test_variances_beyond_float32_are_infinite_or_zero_and_never_nan() -> None:
 
 @pytest.mark.parametrize("components", [1, 2])
 @pytest.mark.parametrize("scale", [1e-10, 1e15, 1e18])
+@pytest.mark.usefixtures("without_tf32")
 def test_batch_statistics_in_any_unit(scale: float, components: int) -> None:
     observed = torch.rand(3, 1, 8, 8) < 0.6
     parts = scaled(random_mfa(3, components, 2, (2, 8, 8), observed), scale)

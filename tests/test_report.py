@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -397,6 +398,14 @@ def test_no_way_reads_a_hidden_pixel_of_a_photograph() -> None:
 # What the figures mean ----------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def on_the_cpu() -> Iterator[None]:
+    """Where the demo computes all of this."""
+    with torch.device("cpu"):
+        yield
+
+
+@pytest.mark.usefixtures("on_the_cpu")
 def test_crops_to_learn_from_and_test_crops_have_no_pixel_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
     """In photographs whose left halves are black and whose right halves are white."""
     torch.set_default_dtype(torch.float32)
@@ -410,8 +419,7 @@ def test_crops_to_learn_from_and_test_crops_have_no_pixel_in_common(monkeypatch:
     monkeypatch.setattr(photographs.data, "photographs", lambda: [picture, picture])
     monkeypatch.setattr(photographs, "compare", compare)
     settings = PhotographSettings(side=16, train=10, stride=7)
-    with torch.device("cpu"):
-        photographs.learn_and_compare(settings, seed=0, progress=False, say=silent)
+    photographs.learn_and_compare(settings, seed=0, progress=False, say=silent)
     assert given["train"].shape == (10, 3, 16, 16)
     assert given["truth"].shape == (2 * 4 * 3, 3, 16, 16)  # (40 − 16) / 7 + 1 rows, (30 − 16) / 7 + 1 columns
     assert (given["train"] == 0).all()
@@ -420,20 +428,21 @@ def test_crops_to_learn_from_and_test_crops_have_no_pixel_in_common(monkeypatch:
     assert (~given["observed"]).float().mean() == (~given["shown"]).float().mean() == 0.25
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_the_order_of_pixels_goes_by_what_it_says() -> None:
     observed = torch.ones(1, 1, 5, 5, dtype=torch.bool)
     observed[..., 1:4, 1:4] = False
-    with torch.device("cpu"):
-        assert photographs.distance_to_seen(observed)[0, 0, 2].tolist() == [0, 1, 2, 1, 0]
-        x = torch.zeros(1, 1, 30, 30)
-        x[..., 20:, :] = torch.tensor([0.0, 1.0]).repeat(15)
-        contrast = photographs.nearby_contrast(x.where(torch.ones_like(x) > 0, 0), torch.ones_like(x) > 0)[0, 0]
-        assert contrast[5, 5] == 0
-        assert contrast[29, 15] > 0.4
-        unseen = photographs.nearby_contrast(x, torch.zeros_like(x) > 0)
+    assert photographs.distance_to_seen(observed)[0, 0, 2].tolist() == [0, 1, 2, 1, 0]
+    x = torch.zeros(1, 1, 30, 30)
+    x[..., 20:, :] = torch.tensor([0.0, 1.0]).repeat(15)
+    contrast = photographs.nearby_contrast(x.where(torch.ones_like(x) > 0, 0), torch.ones_like(x) > 0)[0, 0]
+    assert contrast[5, 5] == 0
+    assert contrast[29, 15] > 0.4
+    unseen = photographs.nearby_contrast(x, torch.zeros_like(x) > 0)
     assert unseen.isinf().all()
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_filters_have_sum_zero() -> None:
     for weight in (photographs.edge_filters(), photographs.random_filters()):
         assert weight.shape[1:] == (3, 3, 3)

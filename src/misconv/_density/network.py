@@ -52,7 +52,7 @@ class DensityNetwork(nn.Module):
     scale: Tensor
     low: Tensor | None
     high: Tensor | None
-    logits: nn.Linear | None
+    logits: nn.Module | None
 
     def __init__(self, channels: int, components: int, rank: int, noise_floor: float, bounds: Bounds) -> None:
         super().__init__()

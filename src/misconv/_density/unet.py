@@ -66,7 +66,10 @@ class UNetDMFA(DensityNetwork):
         self.grow = nn.ModuleList(nn.Conv2d(b, a, 1) for a, b in pairs)
         self.up = nn.ModuleList(_blocks(w, n) for w, n in zip(self.widths[:-1], self.depths[:-1], strict=True))
         self.head = nn.Conv2d(first, components * (2 + rank) * channels * patch**2, 1)
-        self.logits = nn.Linear(last, components) if components > 1 else None  # one needs no weight
+        # One component needs no weight. Features grow while they learn; weights that grew with them would leave all to
+        # one component for good.
+        weigh = nn.Sequential(nn.LayerNorm(last, elementwise_affine=False), nn.Linear(last, components))
+        self.logits = weigh if components > 1 else None
         self._initialize()
 
     def _initialize(self) -> None:
