@@ -105,9 +105,11 @@ def squares(
 
 
 def window_moments(
-    plan: Plan, logits: Tensor, means: Tensor, factors: Tensor, noise: Tensor, observed: Tensor | None, center: Tensor
+    plan: Plan, logits: Tensor, means: Tensor, factors: Tensor, observed: Tensor | None, center: Tensor
 ) -> Tensor | None:
-    """Σ E[(x − center)(x − center)ᵀ] over all windows x, (taps, taps) in float64; None where that is not the best way.
+    """Σ E[(x − center)(x − center)ᵀ] over all windows x, less the noise, (taps, taps) in float64.
+
+    None where that is not the best way.
 
     Args:
         center: (taps,), in float32.
@@ -117,16 +119,11 @@ def window_moments(
     launch, table, programs = plan.window_moments
     block, taps = BLOCK_T.value, len(center)
     center = torch.nn.functional.pad(center, (0, 3 * block - taps))
-    products, variances = (
-        torch.empty((programs, *size), dtype=torch.float32, device=plan.device)
-        for size in ((6, block, block), (3 * block,))
-    )
-    seen = means if observed is None else observed
-    launch(*dense(logits, means, factors, noise, seen), center, table, products, variances)
+    products = torch.empty((programs, 6, block, block), dtype=torch.float32, device=plan.device)
+    launch(*dense(logits, means, factors, means if observed is None else observed), center, table, products)
     s00, s01, s02, s11, s12, s22 = products.sum(0, dtype=torch.float64)
     blocks = ((s00, s01, s02), (s01.mT, s11, s12), (s02.mT, s12.mT, s22))
-    total = torch.cat([torch.cat(row, 1) for row in blocks])[:taps, :taps]
-    return total + variances.sum(0, dtype=torch.float64)[:taps].diag()
+    return torch.cat([torch.cat(row, 1) for row in blocks])[:taps, :taps]
 
 
 def backward(
@@ -262,7 +259,7 @@ class Plan:
     def _forward(self, strides: _Shape) -> tuple[Launch, Tensor, _Shape]:
         """The launch, its table of taps, and the strides of the output."""
         s, batch, tiling = self.settings, self.means[0], _FORWARD[self.small]
-        (across, tiles), parts, _, constants, table = self._tiles(tiling, s.precision)
+        (across, tiles), parts, _, constants, table = self._tiles(tiling)
         numbers = (*self.means[3:], *s.size, across, tiles, *strides, s.low, s.high)
         grid, arguments = (batch * tiles, parts, 1), (*numbers, *constants)
         launch = Launch(forward_kernel, self.device, grid, arguments, num_stages=1, **tiling.options)
@@ -272,7 +269,7 @@ class Plan:
     def squares(self) -> tuple[Launch, Tensor, int]:
         """The launch, its table of taps, and the number of programs."""
         s, batch, tiling = self.settings, self.means[0], _FORWARD[self.small]
-        (across, tiles), parts, _, constants, table = self._tiles(tiling, s.precision)
+        (across, tiles), parts, _, constants, table = self._tiles(tiling)
         programs = self._programs(tiling, batch * tiles, parts)
         arguments = (batch, *self.means[3:], *s.size, across, tiles, *constants)
         launch = Launch(squares_kernel, self.device, (programs, parts, 1), arguments, num_stages=1, **tiling.options)
@@ -295,7 +292,8 @@ class Plan:
         constants = (
             components, self.rank, channels, *s.stride, *s.corner, self.planes is not None,
             self.planes is not None and self.planes > 1, 1 if s.precision == "bf16" else 2, *tile, *box,
-            -(-taps // block), power(channels * box[0] * box[1]), power(components),
+            -(-taps // block), min(power(self.rank), _WINDOWS.stack), power(channels * box[0] * box[1]),
+            power(components),
         )  # fmt: skip
         table = _table(channels, kernel, s.dilation, box, 3 * block, self.device)
         grid, arguments = (programs, 1, 1), (*numbers, *constants)
@@ -314,9 +312,7 @@ class Plan:
         if found is not None:
             return found
         s, batch, tiling = self.settings, self.means[0], _BACKWARD[self.small, any(needed[2:])]
-        # Gradients are differences of large numbers, of which bfloat16 would leave a digit or two.
-        precision = "tf32" if s.precision == "bf16" else s.precision
-        (across, tiles), parts, blocks, constants, table = self._tiles(tiling, precision)
+        (across, tiles), parts, blocks, constants, table = self._tiles(tiling)
         programs = self._programs(tiling, batch * tiles, parts)
         numbers = (batch, *self.means[3:], *s.size, across, tiles, *strides, s.low, s.high)
         grid, arguments = (programs, parts, 1), (*numbers, *constants, *needed)
@@ -324,7 +320,7 @@ class Plan:
         self._backward[strides, needed] = launch, table, programs, blocks
         return self._backward[strides, needed]
 
-    def _tiles(self, tiling: _Tiling, precision: str) -> tuple[tuple[int, int], int, tuple[int, int, int], Any, Tensor]:
+    def _tiles(self, tiling: _Tiling) -> tuple[tuple[int, int], int, tuple[int, int, int], Any, Tensor]:
         """Tiles across and in all; parts of the channels; blocks of taps; the constants of a kernel; its table.
 
         Of the taps: the number of chunks, the taps in one, and the places that the backward kernel keeps for them.
@@ -350,7 +346,7 @@ class Plan:
             self.planes is not None and self.planes > 1,
             self.has_bias,
             s.activation,
-            precision,
+            s.precision,
             *tile,
             *box,
             chunk,

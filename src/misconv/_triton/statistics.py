@@ -38,7 +38,7 @@ def batch_statistics(p: MFA, conv: Convolution, plain_path: PlainPath) -> tuple[
         return None
     batch, _, rows, columns = plan.shape
     count = batch * rows * columns
-    window = _mean_window(p, conv, count)
+    window = _sum_of_windows(_mean_of_all(p), conv) / count
     out = conv.weight.shape[0]
     filters = conv.weight.double().reshape(conv.groups, out // conv.groups, -1)
     middle = torch.einsum("got,gt->go", filters, window.view(conv.groups, -1)).flatten().float()
@@ -46,10 +46,11 @@ def batch_statistics(p: MFA, conv: Convolution, plain_path: PlainPath) -> tuple[
     density = (p.logits, p.means, p.factors, p.noise)
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in density)
     if not learns and not torch.compiler.is_compiling():
-        moments = window_moments(plan, *density, p.observed, window.float())
+        moments = window_moments(plan, *density[:3], p.observed, window.float())
         if moments is not None:
             filters = filters[0]
-            return mean, ((filters @ moments) * filters).sum(1).float() / count
+            noise = _sum_of_windows(_noise_of_all(p), conv)
+            return mean, (((filters @ moments) * filters).sum(1) + filters.square() @ noise).float() / count
     tensors = (*density, p.observed, conv.weight.float(), -middle)
     if torch.compiler.is_compiling():
         total = torch.ops.misconv.expected_squares(*tensors, *pack(plan.settings))
@@ -60,16 +61,26 @@ def batch_statistics(p: MFA, conv: Convolution, plain_path: PlainPath) -> tuple[
     return mean, total / count
 
 
-def _mean_window(p: MFA, conv: Convolution, count: int) -> Tensor:
-    """The mean of all windows (C · kh · kw,) over images and places, of which there are `count`."""
+def _mean_of_all(p: MFA) -> Tensor:
+    """The sum of all images' means (C, H, W)."""
     # In float64: a mean far from zero must not spoil the variance.
-    shares = p.weights.double()
-    if shares.shape[1] == 1:
-        image = p.means[:, 0].sum(0, dtype=torch.float64)
-    else:
-        image = torch.einsum("bk,bkchw->chw", shares, p.means.double())
+    if p.means.shape[1] == 1:
+        return p.means[:, 0].sum(0, dtype=torch.float64)
+    return torch.einsum("bk,bkchw->chw", p.weights.double(), p.means.double())
+
+
+def _noise_of_all(p: MFA) -> Tensor:
+    """The sum of all images' noise (C, H, W)."""
+    noise = p.noise if p.observed is None else p.noise.where(~p.observed[:, None], 0)
+    if noise.shape[1] == 1:
+        return noise[:, 0].sum(0, dtype=torch.float64)
+    return torch.einsum("bk,bkchw->chw", p.weights.double(), noise.double())
+
+
+def _sum_of_windows(image: Tensor, conv: Convolution) -> Tensor:
+    """The sum of all windows (C · kh · kw,) of an image (C, H, W)."""
     padded = F.pad(image.unsqueeze(0), conv.margins)
-    return F.unfold(padded, conv.kernel, conv.dilations, 0, conv.strides).sum((0, 2)) / count
+    return F.unfold(padded, conv.kernel, conv.dilations, 0, conv.strides).sum((0, 2))
 
 
 class _Squares(torch.autograd.Function):

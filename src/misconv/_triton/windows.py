@@ -2,8 +2,8 @@
 
 The variance of the responses w·x over all windows x, and over all that missing pixels may be, is wᵀSw with
 S = E[(x − x̄)(x − x̄)ᵀ]. S knows nothing of the filters, so that neither the sum nor its gradient has to be computed for
-each of them. It serves where windows have no more taps than three blocks of 64 hold. Tiles, boxes and windows are those
-of `forward`.
+each of them. It serves where windows have no more taps than three blocks of 64 hold. The noise of pixels, which only
+adds to the diagonal of S, is left to the caller. Tiles, boxes and windows are those of `forward`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from misconv._triton.forward import box_of, count_missing, product, read, share_of, windows_of
+from misconv._triton.forward import (
+    box_of,
+    count_missing,
+    product,
+    read,
+    read_stack,
+    share_of,
+    starts_below,
+    windows_of,
+)
 
 __all__ = ["BLOCK_T", "window_moments_kernel"]
 
@@ -49,17 +58,16 @@ def _add(s00, s01, s02, s11, s12, s22, box, starts, table, c0, c1, c2, inside, r
 
 @triton.jit
 def window_moments_kernel(
-    logits, means, factors, noise, observed, center, table, products, variances,
+    logits, means, factors, observed, center, table, products,
     batch, height, width, rows, columns, tiles_x, tiles,
     K: tl.constexpr, L: tl.constexpr, CHANNELS: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr,
     PX: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr, PARTS: tl.constexpr,
     TILE_Y: tl.constexpr, TILE_X: tl.constexpr, BOX_Y: tl.constexpr, BOX_X: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    STACK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Σ_k π_k E[(x − center)(x − center)ᵀ] over the tiles of one program, which come round-robin.
+    """Σ_k π_k E[(x − center)(x − center)ᵀ], less the noise, over the tiles of one program, which come round-robin.
 
-    `products` has for each program the blocks 00, 01, 02, 11, 12 and 22 of the sum without noise, `variances` the sum
-    of the noise of every tap.
+    `products` has for each program the blocks 00, 01, 02, 11, 12 and 22 of the sum.
     """
     BLOCK_P: tl.constexpr = TILE_Y * TILE_X
     plane = height * width
@@ -67,11 +75,13 @@ def window_moments_kernel(
     t = tl.arange(0, BLOCK_T)
     c0, c1, c2 = tl.load(center + t), tl.load(center + BLOCK_T + t), tl.load(center + 2 * BLOCK_T + t)
     none = tl.zeros((BLOCK_T,), tl.float32)
-    d0, d1, d2 = none, none, none
     s00 = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
     s01, s02, s11, s12, s22 = s00, s00, s00, s00, s00
     pixel = tl.arange(0, BLOCK_P)
     starts = pixel // TILE_X * (SY * BOX_X) + pixel % TILE_X * SX
+    # Several factors at a time, one below the other, so that no read waits for the one before.
+    stacked = tl.arange(0, STACK * BLOCK_P) % BLOCK_P
+    below = starts_below(starts, STACK, BLOCK_P, BLOCK_Q)
     for index in tl.range(tl.program_id(0), batch * tiles, tl.num_programs(0), num_stages=1, disable_licm=True):
         b, tile = index // tiles, index % tiles
         image, loadings = b.to(tl.int64) * K * size, b.to(tl.int64) * (K * L) * size
@@ -94,16 +104,12 @@ def window_moments_kernel(
                 box = read(means + image + k * size, offsets, "ieee")
                 s00, s01, s02, s11, s12, s22 = _add(s00, s01, s02, s11, s12, s22, box, starts, table, c0, c1, c2,
                                                     inside, root, BLOCKS, PARTS)  # fmt: skip
-                box = read(noise + image + k * size, missing, "ieee") * share
-                d0 += tl.sum(tl.where(inside, windows_of(box, starts, table, 0, BLOCK_T), 0.0), 0)
-                if BLOCKS > 1:
-                    d1 += tl.sum(tl.where(inside, windows_of(box, starts, table, 1, BLOCK_T), 0.0), 0)
-                if BLOCKS > 2:
-                    d2 += tl.sum(tl.where(inside, windows_of(box, starts, table, 2, BLOCK_T), 0.0), 0)
-                for j in range(L):
-                    box = read(factors + loadings + (k * L + j) * size, missing, "ieee")
-                    s00, s01, s02, s11, s12, s22 = _add(s00, s01, s02, s11, s12, s22, box, starts, table, none, none,
-                                                        none, inside, root, BLOCKS, PARTS)  # fmt: skip
+                exist = ((y + stacked // TILE_X < rows) & (x + stacked % TILE_X < columns))[:, None]
+                for number in range((L + STACK - 1) // STACK):
+                    boxes, _ = read_stack(factors + loadings + k * L * size, number, missing, size, L, STACK, "ieee",
+                                          BLOCK_Q)  # fmt: skip
+                    s00, s01, s02, s11, s12, s22 = _add(s00, s01, s02, s11, s12, s22, boxes, below, table, none, none,
+                                                        none, exist, root, BLOCKS, PARTS)  # fmt: skip
         else:
             box, root = read(means + image, offsets, "ieee"), tl.full((1, 1), 1.0, tl.float32)
             s00, s01, s02, s11, s12, s22 = _add(s00, s01, s02, s11, s12, s22, box, starts, table, c0, c1, c2, inside,
@@ -117,7 +123,3 @@ def window_moments_kernel(
     tl.store(products + 3 * SIZE + places, s11)
     tl.store(products + 4 * SIZE + places, s12)
     tl.store(products + 5 * SIZE + places, s22)
-    variances += tl.program_id(0).to(tl.int64) * (3 * BLOCK_T)
-    tl.store(variances + t, d0)
-    tl.store(variances + BLOCK_T + t, d1)
-    tl.store(variances + 2 * BLOCK_T + t, d2)
