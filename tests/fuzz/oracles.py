@@ -13,7 +13,7 @@ from torch import Tensor
 from misconv import MFA
 from tests.fuzz.activations import Known
 
-_NODES, _WEIGHTS = (torch.as_tensor(a) for a in np.polynomial.legendre.leggauss(16))
+_NODES, _WEIGHTS = (torch.from_numpy(a) for a in np.polynomial.legendre.leggauss(16))  # on the CPU, whatever is usual
 
 
 @dataclass

@@ -87,10 +87,10 @@ def _repeatable(kind: str, device: str) -> Iterator[None]:
 
 def run_case(kind: str, seed: int, device: str = "cpu") -> Outcome:
     """One case; any error that it does not expect is a failure."""
+    module = importlib.import_module(f"tests.fuzz.{kind}")
     dtype, default = torch.get_default_dtype(), torch.get_default_device()
     torch.set_default_dtype(torch.float32)
     torch.set_default_device("cpu")
-    module = importlib.import_module(f"tests.fuzz.{kind}")  # its tables are tensors of the CPU
     try:
         with quiet(), _repeatable(kind, device):
             outcome: Outcome = module.case(seed, device)

@@ -42,19 +42,24 @@ def _by_weight(g, box, starts, table, block, TURNED: tl.constexpr, PRECISION: tl
 
 
 @triton.jit
-def _add_in_memory(private, by_weight, chunk, block, channels, CHUNK_TAPS: tl.constexpr, OUT: tl.constexpr,
-                   BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
-    """Add a gradient (taps, channels) to the program's copy.
+def _add_up(total, private, by_weight, chunk, block, channels, CHUNKS: tl.constexpr, CHUNK_TAPS: tl.constexpr,
+            OUT: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
+    """Add a gradient to `total` (channels, taps) if one block holds all taps, else to the program's copy in memory.
 
-    By atomic operations though nobody else is about: they need no answer. Each place belongs to one thread, so their
-    order is fixed.
+    There it is (taps, channels), and added by atomic operations though nobody else is about: they need no answer. Each
+    place belongs to one thread, so their order is fixed.
     """
-    t = (chunk * ((CHUNK_TAPS + BLOCK_T - 1) // BLOCK_T) + block) * BLOCK_T + tl.arange(0, BLOCK_T)
-    places = private + t[:, None] * OUT + channels[None, :]
-    if OUT % BLOCK_O == 0:
-        tl.atomic_add(places, by_weight, sem="relaxed")
+    BLOCKS: tl.constexpr = (CHUNK_TAPS + BLOCK_T - 1) // BLOCK_T
+    if CHUNKS * BLOCKS == 1:
+        total += by_weight
     else:
-        tl.atomic_add(places, by_weight, mask=(channels < OUT)[None, :], sem="relaxed")
+        t = (chunk * BLOCKS + block) * BLOCK_T + tl.arange(0, BLOCK_T)
+        places = private + t[:, None] * OUT + channels[None, :]
+        if OUT % BLOCK_O == 0:
+            tl.atomic_add(places, by_weight, sem="relaxed")
+        else:
+            tl.atomic_add(places, by_weight, mask=(channels < OUT)[None, :], sem="relaxed")
+    return total
 
 
 @triton.jit
@@ -69,53 +74,22 @@ def _scatter(gradient, g, w, box, scale, starts, table, chunk, block, TAPS: tl.c
 
 
 @triton.jit
-def _spread_block(of_means, of_noise, of_factors, by_means, by_noise, by_factors, weight, table, by_m, by_v, g, scale,
-                  offsets, missing, of_offsets, starts, below, channels, chunk, block, TOUCHED: tl.constexpr,
-                  FACTORS: tl.constexpr, BY_WEIGHT: tl.constexpr, BY_MEANS: tl.constexpr, BY_NOISE: tl.constexpr,
-                  BY_FACTORS: tl.constexpr, TAPS: tl.constexpr, CHUNK_TAPS: tl.constexpr, TURNED: tl.constexpr,
-                  OUT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_O: tl.constexpr,
-                  BLOCK_T: tl.constexpr):  # fmt: skip
-    """One block of taps of `_spread`; returns the gradient of its weights."""
-    w = weights_of(weight, chunk, block, channels, TAPS, CHUNK_TAPS, OUT, PRECISION, BLOCK_O, BLOCK_T)
-    by_weight = 0.0
-    if BY_WEIGHT:
-        by_weight = _by_weight(by_m, of_means, starts, table, block, TURNED, PRECISION, BLOCK_T)
-        if TOUCHED:
-            doubled = 2.0 * (w if TURNED else tl.trans(w)).to(tl.float32)
-            by_weight += doubled * _by_weight(by_v, of_noise, starts, table, block, TURNED, PRECISION, BLOCK_T)
-        if FACTORS:
-            by_weight += _by_weight(g, of_factors, below, table, block, TURNED, PRECISION, BLOCK_T)
-    if BY_MEANS:
-        _scatter(by_means, by_m, w, offsets, scale, starts, table, chunk, block, TAPS, CHUNK_TAPS, PRECISION, BLOCK_T)
-    if BY_NOISE:
-        square = squares_of(w, PRECISION)
-        _scatter(by_noise, by_v, square, missing, 1.0, starts, table, chunk, block, TAPS, CHUNK_TAPS, PRECISION,
-                 BLOCK_T)  # fmt: skip
-    if BY_FACTORS and FACTORS:
-        _scatter(by_factors, g, w, of_offsets, 1.0, below, table, chunk, block, TAPS, CHUNK_TAPS, PRECISION,
-                 BLOCK_T)  # fmt: skip
-    return by_weight
-
-
-@triton.jit
-def _spread(total0, total1, total2, private, means, by_means, noise, by_noise, factors, by_factors, observed, weight,
-            table, by_m, by_v, r, scale, starts, channels, top, left, height, width, size, TOUCHED: tl.constexpr,
-            BY_WEIGHT: tl.constexpr, BY_MEANS: tl.constexpr, BY_NOISE: tl.constexpr, BY_FACTORS: tl.constexpr,
-            L: tl.constexpr, CHANNELS: tl.constexpr, OUT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-            BOX_Y: tl.constexpr, BOX_X: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr,
-            PRECISION: tl.constexpr, STACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr,
-            BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr):  # fmt: skip
+def _spread(total, private, means, by_means, noise, by_noise, factors, by_factors, observed, weight, table, by_m, by_v,
+            r, scale, starts, channels, top, left, height, width, size, TOUCHED: tl.constexpr, BY_WEIGHT: tl.constexpr,
+            BY_MEANS: tl.constexpr, BY_NOISE: tl.constexpr, BY_FACTORS: tl.constexpr, L: tl.constexpr,
+            CHANNELS: tl.constexpr, OUT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BOX_Y: tl.constexpr,
+            BOX_X: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
+            STACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr,
+            BLOCK_Q: tl.constexpr):  # fmt: skip
     """From the gradients of mean and variance (pixels, channels) to those of weights and images.
 
     A response Xw with the gradient g gives gᵀX to the weights and gwᵀ to the image, wherever the image was read. If
-    TOUCHED, noise and the first stack of factors, with the responses r, take part. Gradients of weights are added to
-    the totals, one for each block of taps, as far as there are three, else in memory.
+    TOUCHED, noise and the first stack of factors, with the responses r, take part.
     """
     TAPS: tl.constexpr = CHANNELS * WINDOW
     CHUNK_TAPS: tl.constexpr = CHUNK * WINDOW
     CHUNKS: tl.constexpr = (CHANNELS + CHUNK - 1) // CHUNK
-    BLOCKS: tl.constexpr = (CHUNK_TAPS + BLOCK_T - 1) // BLOCK_T
-    TURNED: tl.constexpr = CHUNKS * BLOCKS > 1
+    TURNED: tl.constexpr = CHUNKS * ((CHUNK_TAPS + BLOCK_T - 1) // BLOCK_T) > 1
     FACTORS: tl.constexpr = TOUCHED and L > 0
     below = starts_below(starts, STACK, BLOCK_P, BLOCK_Q)
     g = r
@@ -132,44 +106,42 @@ def _spread(total0, total1, total2, private, means, by_means, noise, by_noise, f
             of_noise = read(noise + first, missing, PRECISION)
         if FACTORS:
             of_factors, of_offsets = read_stack(factors + first, 0, missing, size, L, STACK, PRECISION, BLOCK_Q)
-        if CHUNKS == 1 and BLOCKS <= 3:
-            for block in tl.static_range(BLOCKS):
-                found = _spread_block(of_means, of_noise, of_factors, by_means, by_noise, by_factors, weight, table,
-                                      by_m, by_v, g, scale, offsets, missing, of_offsets, starts, below, channels,
-                                      chunk, block, TOUCHED, FACTORS, BY_WEIGHT, BY_MEANS, BY_NOISE, BY_FACTORS, TAPS,
-                                      CHUNK_TAPS, TURNED, OUT, PRECISION, BLOCK_O, BLOCK_T)  # fmt: skip
-                if BY_WEIGHT:
-                    if block == 0:
-                        total0 += found
-                    elif block == 1:
-                        total1 += found
-                    else:
-                        total2 += found
-        else:
-            for block in tl.range(BLOCKS, disable_licm=True):
-                found = _spread_block(of_means, of_noise, of_factors, by_means + first, by_noise + first,
-                                      by_factors + first, weight, table, by_m, by_v, g, scale, offsets, missing,
-                                      of_offsets, starts, below, channels, chunk, block, TOUCHED, FACTORS, BY_WEIGHT,
-                                      BY_MEANS, BY_NOISE, BY_FACTORS, TAPS, CHUNK_TAPS, TURNED, OUT, PRECISION,
-                                      BLOCK_O, BLOCK_T)  # fmt: skip
-                if BY_WEIGHT:
-                    _add_in_memory(private, found, chunk, block, channels, CHUNK_TAPS, OUT, BLOCK_O, BLOCK_T)
-    return total0, total1, total2
+        for block in tl.range((CHUNK_TAPS + BLOCK_T - 1) // BLOCK_T, disable_licm=True):
+            w = weights_of(weight, chunk, block, channels, TAPS, CHUNK_TAPS, OUT, PRECISION, BLOCK_O, BLOCK_T)
+            if BY_WEIGHT:
+                by_weight = _by_weight(by_m, of_means, starts, table, block, TURNED, PRECISION, BLOCK_T)
+                if TOUCHED:
+                    doubled = 2.0 * (w if TURNED else tl.trans(w)).to(tl.float32)
+                    by_weight += doubled * _by_weight(by_v, of_noise, starts, table, block, TURNED, PRECISION, BLOCK_T)
+                if FACTORS:
+                    by_weight += _by_weight(g, of_factors, below, table, block, TURNED, PRECISION, BLOCK_T)
+                total = _add_up(total, private, by_weight, chunk, block, channels, CHUNKS, CHUNK_TAPS, OUT, BLOCK_O,
+                                BLOCK_T)  # fmt: skip
+            if BY_MEANS:
+                _scatter(by_means + first, by_m, w, offsets, scale, starts, table, chunk, block, TAPS, CHUNK_TAPS,
+                         PRECISION, BLOCK_T)  # fmt: skip
+            if BY_NOISE:
+                square = squares_of(w, PRECISION)
+                _scatter(by_noise + first, by_v, square, missing, 1.0, starts, table, chunk, block, TAPS, CHUNK_TAPS,
+                         PRECISION, BLOCK_T)  # fmt: skip
+            if BY_FACTORS and FACTORS:
+                _scatter(by_factors + first, g, w, of_offsets, 1.0, below, table, chunk, block, TAPS, CHUNK_TAPS,
+                         PRECISION, BLOCK_T)  # fmt: skip
+    return total
 
 
 @triton.jit
-def _spread_stack(total0, total1, total2, private, factors, by_factors, number, observed, weight, table, by_v, starts,
-                  channels, top, left, height, width, size, BY_WEIGHT: tl.constexpr, BY_FACTORS: tl.constexpr,
-                  L: tl.constexpr, CHANNELS: tl.constexpr, OUT: tl.constexpr, WINDOW: tl.constexpr,
-                  CHUNK: tl.constexpr, BOX_Y: tl.constexpr, BOX_X: tl.constexpr, HAS_OBSERVED: tl.constexpr,
-                  PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, STACK: tl.constexpr, BLOCK_P: tl.constexpr,
-                  BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr):  # fmt: skip
+def _spread_stack(total, private, factors, by_factors, number, observed, weight, table, by_v, starts, channels, top,
+                  left, height, width, size, BY_WEIGHT: tl.constexpr, BY_FACTORS: tl.constexpr, L: tl.constexpr,
+                  CHANNELS: tl.constexpr, OUT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+                  BOX_Y: tl.constexpr, BOX_X: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr,
+                  PRECISION: tl.constexpr, STACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr,
+                  BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr):  # fmt: skip
     """`_spread` for one more stack of factors, whose responses are computed again."""
     TAPS: tl.constexpr = CHANNELS * WINDOW
     CHUNK_TAPS: tl.constexpr = CHUNK * WINDOW
     CHUNKS: tl.constexpr = (CHANNELS + CHUNK - 1) // CHUNK
-    BLOCKS: tl.constexpr = (CHUNK_TAPS + BLOCK_T - 1) // BLOCK_T
-    TURNED: tl.constexpr = CHUNKS * BLOCKS > 1
+    TURNED: tl.constexpr = CHUNKS * ((CHUNK_TAPS + BLOCK_T - 1) // BLOCK_T) > 1
     r = stack_of(factors, number, observed, weight, table, starts, channels, top, left, height, width, size, L,
                  CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, STACK, BLOCK_P,
                  BLOCK_O, BLOCK_T, BLOCK_Q)  # fmt: skip
@@ -180,36 +152,22 @@ def _spread_stack(total0, total1, total2, private, factors, by_factors, number, 
                             HAS_OBSERVED, PER_CHANNEL)  # fmt: skip
         first = chunk * CHUNK * height * width
         box, offsets = read_stack(factors + first, number, missing, size, L, STACK, PRECISION, BLOCK_Q)
-        if CHUNKS == 1 and BLOCKS <= 3:
-            for block in tl.static_range(BLOCKS):
-                if BY_WEIGHT:
-                    found = _by_weight(g, box, below, table, block, TURNED, PRECISION, BLOCK_T)
-                    if block == 0:
-                        total0 += found
-                    elif block == 1:
-                        total1 += found
-                    else:
-                        total2 += found
-                if BY_FACTORS:
-                    w = weights_of(weight, chunk, block, channels, TAPS, CHUNK_TAPS, OUT, PRECISION, BLOCK_O, BLOCK_T)
-                    _scatter(by_factors, g, w, offsets, 1.0, below, table, chunk, block, TAPS, CHUNK_TAPS, PRECISION,
-                             BLOCK_T)  # fmt: skip
-        else:
-            for block in tl.range(BLOCKS, disable_licm=True):
-                if BY_WEIGHT:
-                    found = _by_weight(g, box, below, table, block, TURNED, PRECISION, BLOCK_T)
-                    _add_in_memory(private, found, chunk, block, channels, CHUNK_TAPS, OUT, BLOCK_O, BLOCK_T)
-                if BY_FACTORS:
-                    w = weights_of(weight, chunk, block, channels, TAPS, CHUNK_TAPS, OUT, PRECISION, BLOCK_O, BLOCK_T)
-                    _scatter(by_factors + first, g, w, offsets, 1.0, below, table, chunk, block, TAPS, CHUNK_TAPS,
-                             PRECISION, BLOCK_T)  # fmt: skip
-    return total0, total1, total2
+        for block in tl.range((CHUNK_TAPS + BLOCK_T - 1) // BLOCK_T, disable_licm=True):
+            if BY_WEIGHT:
+                by_weight = _by_weight(g, box, below, table, block, TURNED, PRECISION, BLOCK_T)
+                total = _add_up(total, private, by_weight, chunk, block, channels, CHUNKS, CHUNK_TAPS, OUT, BLOCK_O,
+                                BLOCK_T)  # fmt: skip
+            if BY_FACTORS:
+                w = weights_of(weight, chunk, block, channels, TAPS, CHUNK_TAPS, OUT, PRECISION, BLOCK_O, BLOCK_T)
+                _scatter(by_factors + first, g, w, offsets, 1.0, below, table, chunk, block, TAPS, CHUNK_TAPS,
+                         PRECISION, BLOCK_T)  # fmt: skip
+    return total
 
 
 @triton.jit
-def _spread_complete(total0, total1, total2, private, means, by_means, noise, by_noise, factors, by_factors, logits,
-                     observed, weight, table, g, offset, starts, channels, image, top, left, height, width, size, low,
-                     high, BY_WEIGHT: tl.constexpr, BY_MEANS: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
+def _spread_complete(total, private, means, by_means, noise, by_noise, factors, by_factors, logits, observed, weight,
+                     table, g, offset, starts, channels, image, top, left, height, width, size, low, high,
+                     BY_WEIGHT: tl.constexpr, BY_MEANS: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
                      CHANNELS: tl.constexpr, OUT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
                      BOX_Y: tl.constexpr, BOX_X: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr,
                      ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr,
@@ -221,25 +179,21 @@ def _spread_complete(total0, total1, total2, private, means, by_means, noise, by
     _, slope = activation(m + offset[None, :], ACTIVATION, low, high)
     by_m = g * slope
     if BY_WEIGHT:
-        total0, total1, total2 = _spread(
-            total0, total1, total2, private, means + image, by_means, noise, by_noise, factors, by_factors, observed,
-            weight, table, by_m, by_m, by_m, 1.0, starts, channels, top, left, height, width, size, False, True, False,
-            False, False, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, 1,
-            BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q,
-        )  # fmt: skip
+        total = _spread(total, private, means + image, by_means, noise, by_noise, factors, by_factors, observed, weight,
+                        table, by_m, by_m, by_m, 1.0, starts, channels, top, left, height, width, size, False, True,
+                        False, False, False, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL,
+                        PRECISION, 1, BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q)  # fmt: skip
     if BY_MEANS:  # all components hold the same pixels here, and each has its share in what they do
         for k in range(K):
             share = 1.0
             if K > 1:
                 share = share_of(logits, k, K, BLOCK_K)
             at = image + k * size
-            total0, total1, total2 = _spread(
-                total0, total1, total2, private, means + at, by_means + at, noise, by_noise, factors, by_factors,
-                observed, weight, table, by_m, by_m, by_m, share, starts, channels, top, left, height, width, size,
-                False, False, True, False, False, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED,
-                PER_CHANNEL, PRECISION, 1, BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q,
-            )  # fmt: skip
-    return total0, total1, total2, tl.sum(by_m, 0)
+            total = _spread(total, private, means + at, by_means + at, noise, by_noise, factors, by_factors, observed,
+                            weight, table, by_m, by_m, by_m, share, starts, channels, top, left, height, width, size,
+                            False, False, True, False, False, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X,
+                            HAS_OBSERVED, PER_CHANNEL, PRECISION, 1, BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q)  # fmt: skip
+    return total, tl.sum(by_m, 0)
 
 
 @triton.jit
@@ -278,8 +232,7 @@ def backward_kernel(
     offset = tl.zeros((BLOCK_O,), tl.float32)
     if HAS_BIAS:
         offset = tl.load(bias + group * OUT + channels, mask=channels < OUT, other=0.0).to(tl.float32)
-    total0 = tl.zeros((BLOCK_O, BLOCK_T) if BLOCKS == 1 else (BLOCK_T, BLOCK_O), tl.float32)
-    total1, total2 = total0, total0
+    total = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
     total_bias = tl.zeros((BLOCK_O,), tl.float32)
     pixel = tl.arange(0, BLOCK_P)
     starts = pixel // TILE_X * (SY * BOX_X) + pixel % TILE_X * SX
@@ -324,38 +277,28 @@ def backward_kernel(
                     tl.atomic_add(by_logits + b * K + k, tl.sum(g * (e - base)))
                 by_m, by_v = share * g * by_m, share * g * by_v
                 total_bias += tl.sum(by_m, 0)
-                total0, total1, total2 = _spread(
-                    total0, total1, total2, private, means + at, by_means + at, noise + at, by_noise + at, factors +
-                    column, by_factors + column, seen, weight, table, by_m, by_v, r, 1.0, starts, channels, top, left,
-                    height, width, size, True, BY_WEIGHT, BY_MEANS, BY_NOISE, BY_FACTORS, L, CHANNELS, OUT, WINDOW,
-                    CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, STACK, BLOCK_P, BLOCK_O, BLOCK_T,
-                    BLOCK_Q,
-                )  # fmt: skip
+                total = _spread(total, private, means + at, by_means + at, noise + at, by_noise + at, factors + column,
+                                by_factors + column, seen, weight, table, by_m, by_v, r, 1.0, starts, channels, top,
+                                left, height, width, size, True, BY_WEIGHT, BY_MEANS, BY_NOISE, BY_FACTORS, L,
+                                CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION,
+                                STACK, BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q)  # fmt: skip
                 for number in range(1, (L + STACK - 1) // STACK):
-                    total0, total1, total2 = _spread_stack(
-                        total0, total1, total2, private, factors + column, by_factors + column, number, seen, weight,
-                        table, by_v, starts, channels, top, left, height, width, size, BY_WEIGHT, BY_FACTORS, L,
-                        CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, STACK,
-                        BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q,
-                    )  # fmt: skip
+                    total = _spread_stack(total, private, factors + column, by_factors + column, number, seen, weight,
+                                          table, by_v, starts, channels, top, left, height, width, size, BY_WEIGHT,
+                                          BY_FACTORS, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED,
+                                          PER_CHANNEL, PRECISION, STACK, BLOCK_P, BLOCK_O, BLOCK_T,
+                                          BLOCK_Q)  # fmt: skip
         else:
-            total0, total1, total2, by_bias = _spread_complete(
-                total0, total1, total2, private, means, by_means, noise, by_noise, factors, by_factors, logits + b * K,
-                seen, weight, table, g, offset, starts, channels, image, top, left, height, width, size, low, high,
-                BY_WEIGHT, BY_MEANS, K, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL,
-                ACTIVATION, PRECISION, BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q, BLOCK_K,
+            total, by_bias = _spread_complete(
+                total, private, means, by_means, noise, by_noise, factors, by_factors, logits + b * K, seen, weight,
+                table, g, offset, starts, channels, image, top, left, height, width, size, low, high, BY_WEIGHT,
+                BY_MEANS, K, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, ACTIVATION,
+                PRECISION, BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q, BLOCK_K,
             )  # fmt: skip
             total_bias += by_bias
 
-    t = tl.arange(0, BLOCK_T)
     if BY_WEIGHT and BLOCKS == 1:
-        places = private + channels[:, None] * PLACES + t[None, :]
-        tl.store(places, total0, mask=(channels < OUT)[:, None] & (t < TAPS)[None, :])
-    elif BY_WEIGHT and CHUNKS == 1 and BLOCKS <= 3:
-        places, exists = private + t[:, None] * OUT + channels[None, :], (channels < OUT)[None, :]
-        tl.store(places, total0, mask=exists)
-        tl.store(places + BLOCK_T * OUT, total1, mask=exists)
-        if BLOCKS == 3:
-            tl.store(places + 2 * BLOCK_T * OUT, total2, mask=exists)
+        places = private + channels[:, None] * PLACES + tl.arange(0, BLOCK_T)[None, :]
+        tl.store(places, total, mask=(channels < OUT)[:, None] & (tl.arange(0, BLOCK_T) < TAPS)[None, :])
     biases = own + GROUPS * OUT * PLACES + group * OUT
     tl.store(biases + channels, total_bias, mask=channels < OUT)
