@@ -292,8 +292,7 @@ class Plan:
         constants = (
             components, self.rank, channels, *s.stride, *s.corner, self.planes is not None,
             self.planes is not None and self.planes > 1, 1 if s.precision == "bf16" else 2, *tile, *box,
-            -(-taps // block), min(power(self.rank), _WINDOWS.stack), power(channels * box[0] * box[1]),
-            power(components),
+            -(-taps // block), power(channels * box[0] * box[1]), power(components),
         )  # fmt: skip
         table = _table(channels, kernel, s.dilation, box, 3 * block, self.device)
         grid, arguments = (programs, 1, 1), (*numbers, *constants)

@@ -11,16 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from misconv._triton.forward import (
-    box_of,
-    count_missing,
-    product,
-    read,
-    read_stack,
-    share_of,
-    starts_below,
-    windows_of,
-)
+from misconv._triton.forward import box_of, count_missing, product, read, share_of, windows_of
 
 __all__ = ["BLOCK_T", "window_moments_kernel"]
 
@@ -63,7 +54,7 @@ def window_moments_kernel(
     K: tl.constexpr, L: tl.constexpr, CHANNELS: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr,
     PX: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr, PARTS: tl.constexpr,
     TILE_Y: tl.constexpr, TILE_X: tl.constexpr, BOX_Y: tl.constexpr, BOX_X: tl.constexpr, BLOCKS: tl.constexpr,
-    STACK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Σ_k π_k E[(x − center)(x − center)ᵀ], less the noise, over the tiles of one program, which come round-robin.
 
@@ -79,9 +70,6 @@ def window_moments_kernel(
     s01, s02, s11, s12, s22 = s00, s00, s00, s00, s00
     pixel = tl.arange(0, BLOCK_P)
     starts = pixel // TILE_X * (SY * BOX_X) + pixel % TILE_X * SX
-    # Several factors at a time, one below the other, so that no read waits for the one before.
-    stacked = tl.arange(0, STACK * BLOCK_P) % BLOCK_P
-    below = starts_below(starts, STACK, BLOCK_P, BLOCK_Q)
     for index in tl.range(tl.program_id(0), batch * tiles, tl.num_programs(0), num_stages=1, disable_licm=True):
         b, tile = index // tiles, index % tiles
         image, loadings = b.to(tl.int64) * K * size, b.to(tl.int64) * (K * L) * size
@@ -104,12 +92,10 @@ def window_moments_kernel(
                 box = read(means + image + k * size, offsets, "ieee")
                 s00, s01, s02, s11, s12, s22 = _add(s00, s01, s02, s11, s12, s22, box, starts, table, c0, c1, c2,
                                                     inside, root, BLOCKS, PARTS)  # fmt: skip
-                exist = ((y + stacked // TILE_X < rows) & (x + stacked % TILE_X < columns))[:, None]
-                for number in range((L + STACK - 1) // STACK):
-                    boxes, _ = read_stack(factors + loadings + k * L * size, number, missing, size, L, STACK, "ieee",
-                                          BLOCK_Q)  # fmt: skip
-                    s00, s01, s02, s11, s12, s22 = _add(s00, s01, s02, s11, s12, s22, boxes, below, table, none, none,
-                                                        none, exist, root, BLOCKS, PARTS)  # fmt: skip
+                for j in range(L):
+                    box = read(factors + loadings + (k * L + j) * size, missing, "ieee")
+                    s00, s01, s02, s11, s12, s22 = _add(s00, s01, s02, s11, s12, s22, box, starts, table, none, none,
+                                                        none, inside, root, BLOCKS, PARTS)  # fmt: skip
         else:
             box, root = read(means + image, offsets, "ieee"), tl.full((1, 1), 1.0, tl.float32)
             s00, s01, s02, s11, s12, s22 = _add(s00, s01, s02, s11, s12, s22, box, starts, table, c0, c1, c2, inside,
