@@ -260,8 +260,9 @@ def test_compiled() -> None:
     torch.testing.assert_close(compiled(x, observed).mean, density(x, observed).mean)
 
 
-def test_saved_and_loaded(tmp_path: Path) -> None:
-    density = small(3, 2, patch=1, bounds=(0, 2)).eval()
+@pytest.mark.parametrize("components", [1, 2])
+def test_saved_and_loaded(components: int, tmp_path: Path) -> None:
+    density = small(3, components, patch=1, bounds=(0, 2)).eval()
     density.calibrate(torch.rand(2, 3, 8, 8), torch.rand(2, 1, 8, 8) < 0.5)
     misconv.save(density, tmp_path / "density.safetensors")
     loaded = misconv.load(tmp_path / "density.safetensors").to(torch.get_default_device())

@@ -68,8 +68,9 @@ class UNetDMFA(DensityNetwork):
         self.head = nn.Conv2d(first, components * (2 + rank) * channels * patch**2, 1)
         # One component needs no weight. Features grow while they learn; weights that grew with them would leave all to
         # one component for good.
-        weigh = nn.Sequential(nn.LayerNorm(last, elementwise_affine=False), nn.Linear(last, components))
-        self.logits = weigh if components > 1 else None
+        self.logits = None
+        if components > 1:
+            self.logits = nn.Sequential(nn.LayerNorm(last, elementwise_affine=False), nn.Linear(last, components))
         self._initialize()
 
     def _initialize(self) -> None:
