@@ -16,7 +16,6 @@ import re
 import signal
 import sys
 import textwrap
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,9 @@ try:
 except ImportError as error:
     print(f"misconv: the command line needs {error.name}: pip install 'misconv[demo]'", file=sys.stderr)
     raise SystemExit(2) from error
+
+from misconv import cli_images
+from misconv._terminal import interruptible, refuse, report_errors
 
 if TYPE_CHECKING:
     from misconv.demo import Demo
@@ -103,6 +105,10 @@ def misconv(
     """Convolutional networks for images with missing pixels."""
 
 
+for _command in (cli_images.fit, cli_images.impute, cli_images.assess):
+    app.command()(_command)
+
+
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the report; new or empty.")] = Path("misconv-demo"),
@@ -115,28 +121,28 @@ def demo(
 ) -> None:
     """Look behind the holes of photographs and classify digits with holes, and write a report (a few minutes)."""
     if not 0 <= seed <= LARGEST_SEED:
-        raise _refuse(f"--seed must lie between 0 and {LARGEST_SEED}, got {seed}")
+        raise refuse(f"--seed must lie between 0 and {LARGEST_SEED}, got {seed}")
     if seeds < 1:
-        raise _refuse(f"--seeds must be at least 1, got {seeds}")
-    with _interruptible("stopped before the report was written"):
+        raise refuse(f"--seeds must be at least 1, got {seeds}")
+    with interruptible("stopped before the report was written"):
         import torch
 
         from misconv.demo import QUICK, Settings, report, run
 
-        with _report_errors(OSError):
+        with report_errors(OSError):
             report.check_folder(out, overwrite=overwrite)
         # One thread, so that the sums, and with them the numbers, do not depend on how many cores there are.
         torch.set_num_threads(1)
         terminal = sys.stdout.isatty()
         console = Console(force_terminal=terminal, width=None if terminal else 110, highlight=False, markup=False)
-        with _report_errors(ImportError):
+        with report_errors(ImportError):
             settings = replace(QUICK if quick else Settings(), seed=seed, seeds=seeds)
             result = run(settings, progress=terminal, say=console.print)
         # The numbers come first: they are not lost if the report cannot be written.
         console.print(_photographs(result), _methods(result), _densities(result), sep="\n")
         for sentence in (report.findings(result.photographs), report.verdict(result)):
             console.print(sentence, soft_wrap=not terminal)
-        with _report_errors(OSError):
+        with report_errors(OSError):
             page = report.write_demo(result, out, overwrite=overwrite)
         console.print(f"Report: {page}", soft_wrap=True)
 
@@ -154,21 +160,21 @@ def bench(
 ) -> None:
     """Check the fast path against the plain one, then time both beside a convolution and ReLU (a few minutes)."""
     if seed is not None and not 0 <= seed <= LARGEST_SEED:
-        raise _refuse(f"--seed must lie between 0 and {LARGEST_SEED}, got {seed}")
-    with _interruptible("stopped before the numbers were written"):
+        raise refuse(f"--seed must lie between 0 and {LARGEST_SEED}, got {seed}")
+    with interruptible("stopped before the numbers were written"):
         from misconv.bench import command as benchmark
 
         try:
             where, sections = benchmark.choose(device, only or [], out)
         except ValueError as error:
-            raise _refuse(str(error)) from error
+            raise refuse(str(error)) from error
         try:
             keep = benchmark.keeper(out)
             record = benchmark.run(where, sections, quick=quick, seed=seed, say=typer.echo, keep=keep)
         except benchmark.WrongResultError as error:
-            raise _refuse(f"nothing was timed, the fast path is wrong: {error}", 1) from error
+            raise refuse(f"nothing was timed, the fast path is wrong: {error}", 1) from error
         if out is not None:
-            with _report_errors(OSError):
+            with report_errors(OSError):
                 benchmark.write(record, out)
             typer.echo(f"Numbers: {out}")
 
@@ -205,9 +211,9 @@ def table(
     What that needs is trained, and goes on where it was stopped.
     """
     with (
-        _interruptible("stopped; call it again to go on where it was"),
-        _report_errors(OSError),
-        _report_errors(ImportError),
+        interruptible("stopped; call it again to go on where it was"),
+        report_errors(OSError),
+        report_errors(ImportError),
     ):
         from misconv.bench import command as benchmark
         from misconv.paper import command
@@ -217,7 +223,7 @@ def table(
                 number, dataset or [], data or [], seeds=seeds, folder=out, device=device, quick=quick, plus=plus
             )
         except ValueError as error:
-            raise _refuse(str(error)) from error
+            raise refuse(str(error)) from error
         terminal = sys.stdout.isatty()
         try:
             if number == command.FIGURES:
@@ -226,9 +232,9 @@ def table(
                 return
             records = command.run(plan, progress=terminal, say=typer.echo)
         except benchmark.WrongResultError as error:
-            raise _refuse(f"nothing was timed, the fast path is wrong: {error}", 1) from error
+            raise refuse(f"nothing was timed, the fast path is wrong: {error}", 1) from error
         except FloatingPointError as error:
-            raise _refuse(str(error), 1) from error
+            raise refuse(str(error), 1) from error
         made = command.table(plan, records)
         console = Console(force_terminal=terminal, width=None if terminal else 160, highlight=False, markup=False)
         console.print(f"\n{made.heading}", style="bold", soft_wrap=not terminal)  # wider than some tables
@@ -311,48 +317,3 @@ def _wrap(head: str, width: int) -> list[str]:
 
 def _cell(cell: str) -> Text:
     return Text(cell.replace("**", ""), style="bold" if cell.startswith("**") else "")
-
-
-def _refuse(message: str, code: int = 2) -> typer.Exit:
-    """Say why on stderr; raise what this returns."""
-    typer.echo(f"misconv: {message}", err=True)
-    return typer.Exit(code)
-
-
-@contextlib.contextmanager
-def _report_errors(kind: type[OSError] | type[ImportError]) -> Iterator[None]:
-    """Errors of this kind can be corrected by the user: print their message, and no traceback."""
-    try:
-        yield
-    except kind as error:
-        if isinstance(error, ImportError) and "misconv[" not in str(error):
-            raise  # not one of ours, which name the extra to install
-        raise _refuse(_error_text(error)) from error
-
-
-def _error_text(error: OSError | ImportError) -> str:
-    """The system's own errors say which file only if they are asked."""
-    if isinstance(error, OSError) and error.strerror is not None:
-        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-    return str(error)
-
-
-@contextlib.contextmanager
-def _interruptible(message: str) -> Iterator[None]:
-    """Ctrl-C, and the signal by which schedulers end a job, end with a message and a whole terminal."""
-    code = 130
-
-    def terminated(*_: object) -> None:
-        nonlocal code
-        code = 128 + signal.SIGTERM
-        raise KeyboardInterrupt
-
-    in_main = threading.current_thread() is threading.main_thread()  # no other may say what a signal does
-    before = signal.signal(signal.SIGTERM, terminated) if in_main else None
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        raise _refuse(message, code) from error
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)

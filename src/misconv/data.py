@@ -7,6 +7,7 @@ import re
 import shutil
 import tempfile
 import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,8 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from misconv._checks import describe
+from misconv._files import ImageFiles, find_files
 
-__all__ = ["NAMES", "ImageSet", "digits", "load", "photographs"]
+__all__ = ["NAMES", "ImageFiles", "ImageSet", "digits", "images", "load", "photographs"]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -67,6 +69,38 @@ def photographs() -> list[Tensor]:
         raise ImportError("the photographs come with scikit-learn: pip install 'misconv[demo]'") from error
     found = load_sample_images().images  # (H, W, 3) each, uint8
     return [torch.as_tensor(image / 255, dtype=torch.float32).permute(2, 0, 1).contiguous() for image in found]
+
+
+def images(
+    sources: str | Path | Iterable[str | Path],
+    *,
+    nodata: float | None = None,
+    masks: str | Path | None = None,
+    hole_is: str = "white",
+) -> ImageFiles:
+    """Image files as a Dataset of float32 tensors (C, H, W) in their own units, NaN where they are missing.
+
+    PNG, JPEG, WebP, BMP, TIFF, GeoTIFF, .npy and .npz; a byte stays between 0 and 255. Missing are pixels that are NaN
+    or wholly transparent, that hold the file's own nodata value or `nodata`, that the mask of a GeoTIFF or a picture in
+    `masks` declares missing. Files are read when they are asked for. `fit_density`, `assess` and a DataLoader take it.
+
+    Args:
+        sources: a file, a folder (searched to the bottom), a pattern such as "scans/*.png", or a list of these.
+        nodata: a number that stands for "no reading", compared before anything else is done.
+        masks: a folder with a picture of the same name for every file, or one picture for all of them.
+        hole_is: what a hole is in `masks`, "white" or "black".
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> np.save(folder.name + "/depth.npy", np.array([[1.5, 0.0], [2.0, 2.5]]))
+        >>> images(folder.name, nodata=0)[0]
+        tensor([[[1.5000,    nan],
+                 [2.0000, 2.5000]]])
+        >>> folder.cleanup()
+    """
+    place = None if masks is None else _path("masks", masks)
+    return ImageFiles(find_files(sources), nodata, place, hole_is)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,17 +7,19 @@ places are never read, neither of the images that are filled nor of those that w
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from misconv._checks import check_images, check_observed, check_seen_finite, check_size, describe
+from misconv._files import fill_scene
 from misconv._math import full_precision, nearest_fill
 from misconv._math import push_pull as smooth_fill
 from misconv.mfa import MFA
 
-__all__ = ["KNN", "Mean", "by_density", "nearest", "push_pull", "zero"]
+__all__ = ["KNN", "Mean", "by_density", "nearest", "push_pull", "scene", "zero"]
 
 # Work arrays of `KNN` stay below about this, however many images are fitted or filled.
 _WORK_BYTES = 256 * 2**20
@@ -214,6 +216,44 @@ def by_density(density: Callable[[Tensor, Tensor], MFA]) -> nn.Module:
         tensor([[[[2.0000, 0.5000]]]])
     """
     return _ByDensity(density)
+
+
+def scene(
+    path: str | Path,
+    out: str | Path,
+    density: Callable[[Tensor, Tensor], MFA],
+    *,
+    deviation: str | Path | None = None,
+    nodata: float | None = None,
+) -> float:
+    """Fill a TIFF or GeoTIFF of any size: window by window, each with a margin as wide as the density sees.
+
+    The new file has the type, bands, georeferencing, tags and compression of the old one; what was seen comes back bit
+    for bit, and nothing in it is missing any more. It appears under its name when it is whole. There are no seams where
+    the density has one component; the weights of several are those of a window.
+
+    Args:
+        path: the file. out: the file to write.
+        density: a module (x, observed) -> `MFA` for as many channels as the file has bands, in the units of the file.
+        deviation: a file for the standard deviation of what was filled in, float32, 0 where pixels were seen.
+        nodata: a number that stands for "no reading", besides what the file says itself.
+
+    Returns:
+        The share of the file that was missing.
+    """
+    if not callable(density):
+        raise TypeError(f"density must be a module or function (x, observed) -> MFA, got {describe(density)}")
+    errors = None if deviation is None else Path(deviation)
+    if Path(path).resolve() in [Path(p).resolve() for p in (out, errors) if p is not None]:
+        raise ValueError("out must be another file than the one that is read, got the same")
+    training = isinstance(density, nn.Module) and density.training
+    try:
+        if isinstance(density, nn.Module):
+            density.eval()
+        return fill_scene(Path(path), Path(out), density, errors, nodata)
+    finally:
+        if isinstance(density, nn.Module):
+            density.train(training)
 
 
 class _ByDensity(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,7 +28,7 @@ _SHORT = {
 }
 
 
-def one_device(device: torch.device | str | None = None) -> Fabric:
+def one_device(device: torch.device | str | None = None, precision: Any = None) -> Fabric:
     """One process on a device, "cuda", "cuda:1" or "cpu"; on a GPU if there is one and none is named."""
     fabric_class = _fabric_class()
     from lightning_fabric.plugins.environments.lightning import LightningEnvironment
@@ -37,7 +37,9 @@ def one_device(device: torch.device | str | None = None) -> Fabric:
     devices = 1 if where.type == "cpu" or where.index is None else [where.index]
     with _quiet():
         # Not the environment of a cluster, were this process one of several there: it trains by itself.
-        fabric: Fabric = fabric_class(accelerator=where.type, devices=devices, plugins=[LightningEnvironment()])
+        fabric: Fabric = fabric_class(
+            accelerator=where.type, devices=devices, precision=precision, plugins=[LightningEnvironment()]
+        )
         fabric.launch()
     return fabric
 

@@ -1,0 +1,29 @@
+"""Images in files: read as they are stored, with what is missing in them, and written back in the same way."""
+
+from misconv._files.dataset import Crops, ImageFiles
+from misconv._files.find import RASTER, SUFFIXES, FoundFile, find_files
+from misconv._files.image import StoredImage, holds, read_image, read_shape, write_image
+from misconv._files.scene import Scene, open_scene, write_scene, write_window
+from misconv._files.tiles import Prediction, fill_scene, predict, reach_of
+
+__all__ = [
+    "RASTER",
+    "SUFFIXES",
+    "Crops",
+    "FoundFile",
+    "ImageFiles",
+    "Prediction",
+    "Scene",
+    "StoredImage",
+    "fill_scene",
+    "find_files",
+    "holds",
+    "open_scene",
+    "predict",
+    "reach_of",
+    "read_image",
+    "read_shape",
+    "write_image",
+    "write_scene",
+    "write_window",
+]

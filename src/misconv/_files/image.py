@@ -1,0 +1,277 @@
+"""One image of a file: its numbers as they are stored, what was seen, and all that is needed to write it back.
+
+Missing are pixels that are NaN, that hold the file's own "nodata" or the one that is given, that are wholly
+transparent, or that the file's mask declares missing. Nothing is scaled: a byte stays between 0 and 255.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from misconv._files.find import ARRAYS, PILLOW, RASTER
+from misconv._store import write_bytes
+
+__all__ = ["Array", "StoredImage", "holds", "read_image", "read_shape", "write_image"]
+
+Array: TypeAlias = NDArray[Any]
+_MOST_BANDS = 64  # of an array; a longer axis is one of pixels
+
+
+@dataclass(frozen=True)
+class StoredImage:
+    """An image as a file holds it.
+
+    `values` are (C, H, W) in the file's own type, `observed` is bool (1, H, W) or (C, H, W).
+    """
+
+    path: Path
+    values: Array
+    observed: Array
+    encode: Callable[[Array, Array], bytes]  # filled values and what is known of them now → the content of a file
+    suffix: str  # of a file with that content
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Bands, height and width."""
+        bands, height, width = self.values.shape
+        return bands, height, width
+
+    @property
+    def missing(self) -> float:
+        """The share of its numbers that are missing."""
+        return 1.0 - float(np.broadcast_to(self.observed, self.values.shape).mean())
+
+    def coded(self) -> NDArray[np.float32]:
+        """The image in float32, with NaN where it is missing."""
+        coded = self.values.astype(np.float32)
+        coded[~np.broadcast_to(self.observed, coded.shape)] = np.nan
+        return coded
+
+    def without(self, holes: Array) -> StoredImage:
+        """The same with more of it missing: bool (H, W), True where a pixel is missing."""
+        return replace(self, observed=self.observed & ~holes)
+
+    def fill(self, prediction: Array) -> Array:
+        """The file's own numbers where it was seen, elsewhere a prediction (C, H, W), rounded and kept in range."""
+        kind = self.values.dtype
+        if kind.kind in "iu":
+            limits = np.iinfo(kind)
+            prediction = np.clip(np.rint(prediction.astype(np.float64)), limits.min, limits.max)
+        elif kind.kind == "b":
+            prediction = prediction >= 0.5
+        return np.where(self.observed, self.values, prediction.astype(kind))
+
+
+def read_image(path: Path, nodata: float | None = None) -> StoredImage:
+    """Read a PNG, JPEG, WebP, BMP, TIFF, GeoTIFF, .npy or .npz file.
+
+    Args:
+        nodata: a number that stands for "no reading", besides what the file says itself.
+
+    Raises:
+        ValueError: the file is none of these, is damaged, or holds something else; the message says so on one line.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in (*PILLOW, *RASTER, *ARRAYS):
+        raise ValueError(f"{path.name} must end in one of {', '.join((*PILLOW, *RASTER, *ARRAYS))}")
+    if not path.stat().st_size:
+        raise ValueError(f"{path.name} is empty")
+    image = (_read_pillow if suffix in PILLOW else _read_raster if suffix in RASTER else _read_array)(path)
+    if image.values.dtype.kind not in "iufb" or image.values.dtype.itemsize > 8:
+        raise ValueError(f"{path.name} must hold real numbers, got {image.values.dtype}")
+    if 0 in image.shape:
+        raise ValueError(f"{path.name} must hold pixels, got shape {image.shape}")
+    seen = image.observed
+    if image.values.dtype.kind == "f":
+        seen = seen & ~np.isnan(image.values)
+    if nodata is not None:
+        seen = seen & ~holds(image.values, nodata)
+    if image.values.dtype.kind == "f" and np.isinf(image.values[np.broadcast_to(seen, image.shape)]).any():
+        raise ValueError(f"{path.name} has infinite pixels that are not declared missing")
+    return replace(image, observed=seen)
+
+
+def holds(values: Array, number: float) -> Array:
+    """Where an array of any type holds a number, compared without rounding."""
+    if values.dtype.kind in "iu":
+        limits = np.iinfo(values.dtype)
+        whole = np.isfinite(number) and number == int(number) and limits.min <= number <= limits.max
+        return values == values.dtype.type(int(number)) if whole else np.zeros(values.shape, bool)
+    if values.dtype.kind == "f":
+        return np.isnan(values) if np.isnan(number) else values == values.dtype.type(number)
+    return np.zeros(values.shape, bool)
+
+
+def read_shape(path: Path) -> tuple[int, int, int]:
+    """Bands, height and width; where that can be had without reading all of the file, it is."""
+    suffix = path.suffix.lower()
+    if suffix in RASTER:
+        from misconv._files.scene import open_scene
+
+        with open_scene(path) as scene:
+            return scene.shape
+    if suffix in PILLOW:
+        with _opened(path) as opened:
+            bands = {"P": 3, "LA": 1, "La": 1, "RGBA": 3, "RGBa": 3, "PA": 3, "CMYK": 3}
+            return bands.get(opened.mode, len(opened.getbands())), opened.height, opened.width
+    return read_image(path).shape
+
+
+def write_image(path: Path, image: StoredImage, filled: Array, known: Array | None = None) -> None:
+    """Write an image as it was stored, with other numbers (C, H, W) of its type; whole or not at all.
+
+    Args:
+        known: bool (1, H, W) or (C, H, W), where the numbers are known now; by default everywhere.
+    """
+    known = np.ones((1, *image.shape[1:]), bool) if known is None else known
+    write_bytes(path, image.encode(filled, known))
+
+
+# Pillow --------------------------------------------------------------------------------------------------------------
+
+_MODES = {"1": "L", "P": "RGB", "PA": "RGBA", "CMYK": "RGB", "YCbCr": "RGB", "LAB": "RGB", "HSV": "RGB"}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A picture that Pillow has opened; a ValueError on one line where it cannot be read."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise ImportError("PNG, JPEG and WebP files are read by Pillow: pip install 'misconv[files]'") from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path) as opened:
+                yield opened
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        raise ValueError(f"{path.name} claims more pixels than an image file should: {error}") from error
+    except UnidentifiedImageError as error:
+        raise ValueError(f"{path.name} is no image that can be read, or its suffix is wrong") from error
+    except (OSError, SyntaxError, EOFError, ValueError) as error:
+        raise ValueError(f"{path.name} is damaged: {error}") from error
+
+
+def _read_pillow(path: Path) -> StoredImage:
+    with _opened(path) as opened:
+        opened.load()
+        picture = opened.copy()
+        info, format_ = dict(opened.info), str(opened.format)
+    if picture.mode == "P" and "transparency" in info:
+        picture = picture.convert("RGBA")
+    mode = _MODES.get(picture.mode, picture.mode)
+    picture = picture if picture.mode == mode else picture.convert(mode)
+    pixels = np.asarray(picture)  # (H, W) or (H, W, C)
+    full = pixels[..., None] if pixels.ndim == 2 else pixels
+    values, alpha = full, None
+    if mode in ("LA", "RGBA", "La", "RGBa"):
+        values, alpha = full[..., :-1], full[..., -1]
+    observed = np.ones((1, *full.shape[:2]), bool) if alpha is None else (alpha > 0)[None]
+    key = info.get("transparency")
+    if alpha is None and key is not None and isinstance(key, (int, tuple)):  # one colour that counts as transparent
+        colour = np.asarray([key] if isinstance(key, int) else key)
+        observed = ~(values == colour).all(-1)[None]
+    keep = {name: info[name] for name in ("icc_profile", "dpi", "exif") if name in info}
+    suffix = ".png" if format_ in ("JPEG", "MPO") else path.suffix  # no lossless way to write one
+
+    def encode(filled: Array, known: Array) -> bytes:
+        out = np.moveaxis(filled, 0, -1)
+        if alpha is not None:  # what is known now is opaque, if it was not visible at all before
+            shown = np.where(known.all(0) & (alpha == 0), np.asarray(255, alpha.dtype), alpha)
+            out = np.concatenate([out, shown[..., None]], -1)
+        from PIL import Image
+
+        made = Image.fromarray(np.ascontiguousarray(out[..., 0] if out.shape[-1] == 1 else out))
+        stream, options = io.BytesIO(), dict(keep)
+        if format_ == "PNG":
+            options["pnginfo"] = _text_chunks(info)
+        kind = "PNG" if suffix == ".png" else format_
+        if kind == "WEBP":
+            options |= {"lossless": True, "exact": True}
+        made.save(stream, kind, **options)
+        return stream.getvalue()
+
+    return StoredImage(path, np.moveaxis(values, -1, 0), observed, encode, suffix)
+
+
+def _text_chunks(info: dict[str, Any]) -> Any:
+    from PIL.PngImagePlugin import PngInfo
+
+    chunks = PngInfo()
+    for key, value in info.items():
+        if isinstance(key, str) and isinstance(value, str) and key not in ("exif", "icc_profile"):
+            chunks.add_text(key, value)
+    return chunks
+
+
+# Rasters and arrays --------------------------------------------------------------------------------------------------
+
+
+def _read_raster(path: Path) -> StoredImage:
+    from misconv._files.scene import open_scene, write_scene_bytes
+
+    with open_scene(path) as scene:
+        values, observed = scene.read()
+        profile = scene.recipe()
+
+    def encode(filled: Array, known: Array) -> bytes:
+        return write_scene_bytes(profile, filled, known)
+
+    return StoredImage(path, values, observed, encode, path.suffix)
+
+
+def _read_array(path: Path) -> StoredImage:
+    name = None
+    try:
+        found = np.load(path, allow_pickle=False)
+        if path.suffix.lower() == ".npz":
+            with found:
+                names = list(found.files)
+                name = "image" if "image" in names else names[0] if len(names) == 1 else None
+                if name is None:
+                    raise ValueError(f"{path.name} must hold one array, or one that is called image, got {names[:5]}")
+                array, others = found[name], {key: found[key] for key in names if key != name}
+        else:
+            array, others = found, {}
+    except ValueError as error:
+        if "must hold one array" in str(error):
+            raise
+        raise ValueError(f"{path.name} is no array that can be read: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # zipfile, zlib and numpy each have their own for a damaged file
+        raise ValueError(f"{path.name} is damaged: {error}") from error
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{path.name} holds something that is no array")
+    first = _channels_first(path, array)
+
+    def encode(filled: Array, known: Array) -> bytes:
+        out = filled[0] if array.ndim == 2 else filled if first else np.moveaxis(filled, 0, -1)
+        stream = io.BytesIO()
+        if name is None:
+            np.save(stream, out, allow_pickle=False)
+        else:
+            arrays: dict[str, Any] = {name: out, **others}
+            np.savez(stream, **arrays)
+        return stream.getvalue()
+
+    values = array[None] if array.ndim == 2 else array if first else np.moveaxis(array, -1, 0)
+    return StoredImage(path, values, np.ones((1, *values.shape[1:]), bool), encode, path.suffix)
+
+
+def _channels_first(path: Path, array: Array) -> bool:
+    if array.ndim not in (2, 3):
+        raise ValueError(f"{path.name} must hold one image, (H, W), (C, H, W) or (H, W, C), got shape {array.shape}")
+    if array.ndim == 2:
+        return True
+    if min(array.shape[0], array.shape[-1]) > _MOST_BANDS:
+        raise ValueError(f"{path.name} must hold an image of at most {_MOST_BANDS} bands, got shape {array.shape}")
+    return bool(array.shape[0] <= array.shape[-1])

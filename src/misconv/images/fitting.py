@@ -1,0 +1,130 @@
+"""Learn a density from incomplete image files."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from misconv._files import Crops, ImageFiles, read_shape
+from misconv._train import one_device
+from misconv.density import UNetDMFA
+from misconv.images.outcome import Outcome, Say
+from misconv.training import fit_density
+
+__all__ = ["FitSettings", "fit_files"]
+
+_CROP = 128  # the side of what is learned from, of images that are larger
+_SMALLEST = 16
+_NUMBERS = 1_500_000  # in a batch, so that a training needs less than 2 GB
+_FEW = 1000  # crops, of which mirrored and moved ones are made too
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """How a density is learned."""
+
+    budget: dict[str, Any]
+    components: int = 1
+    rank: int = 4
+    seed: int = 0
+    device: str | None = None
+    precision: str = "32-true"
+    checkpoint: Path | None = None
+    progress: bool = True
+
+
+def fit_files(images: ImageFiles, settings: FitSettings, say: Say) -> tuple[UNetDMFA, list[dict[str, float]], Outcome]:
+    """Learn a `UNetDMFA` from files; those that cannot be read, or have other bands than most, are left out and told.
+
+    Returns:
+        The density in evaluation mode, the records of its training, and what became of the files.
+    """
+    outcome = Outcome()
+    shapes = _shapes(images, outcome, say)
+    if not shapes:
+        raise ValueError("IMAGES must have at least one file that can be read, got none")
+    bands = _common_bands(images, shapes, outcome, say)
+    chosen = images.only(shapes)
+    examples, side = _examples(chosen, list(shapes.values()))
+    dataset = _Readable(examples, (bands, *_size(examples, side, shapes)), outcome, say)
+    density = UNetDMFA(bands, settings.components, settings.rank, patch=1 if side <= 64 else 2)
+    count = len(dataset)
+    say(f"learning from {count} {f'squares of {side} px' if isinstance(examples, Crops) else 'images'}")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        history = fit_density(
+            density,
+            dataset,
+            **settings.budget,
+            batch_size=max(4, min(64, _NUMBERS // (bands * side**2))),
+            seed=settings.seed,
+            augment=count < _FEW,
+            checkpoint=settings.checkpoint,
+            fabric=one_device(settings.device, settings.precision),
+            progress=settings.progress,
+        )
+    for warning in said:
+        if issubclass(warning.category, UserWarning):
+            say(str(warning.message))
+    outcome.done = [path for path in chosen.paths if path not in outcome.failed]
+    if not outcome.done:
+        raise ValueError("IMAGES must have at least one file that can be read, got none")
+    return density.eval(), history, outcome
+
+
+class _Readable(Dataset[Tensor]):
+    """Images of which none stops the training: one that cannot be read is told once, and counts as all missing."""
+
+    def __init__(self, examples: ImageFiles | Crops, shape: tuple[int, ...], outcome: Outcome, say: Say) -> None:
+        self.examples, self.shape, self.outcome, self.say = examples, shape, outcome, say
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Tensor:
+        try:
+            return self.examples[index]
+        except (ValueError, OSError) as error:
+            self.outcome.fail(self.examples.path(index), error, self.say)
+            return torch.full(self.shape, torch.nan)
+
+
+def _size(examples: ImageFiles | Crops, side: int, shapes: dict[int, tuple[int, int, int]]) -> tuple[int, int]:
+    return (side, side) if isinstance(examples, Crops) else next(iter(shapes.values()))[1:]
+
+
+def _shapes(images: ImageFiles, outcome: Outcome, say: Say) -> dict[int, tuple[int, int, int]]:
+    shapes = {}
+    for index, path in enumerate(images.paths):
+        try:
+            shapes[index] = read_shape(path)
+        except (ValueError, OSError) as error:
+            outcome.fail(path, error, say)
+    return shapes
+
+
+def _common_bands(images: ImageFiles, shapes: dict[int, tuple[int, int, int]], outcome: Outcome, say: Say) -> int:
+    """The number of bands that most files have; the others leave."""
+    bands = Counter(shape[0] for shape in shapes.values()).most_common(1)[0][0]
+    for index in [index for index, shape in shapes.items() if shape[0] != bands]:
+        found = shapes.pop(index)[0]
+        outcome.fail(images.paths[index], f"has {found} bands, and most files have {bands}", say)
+    return bands
+
+
+def _examples(images: ImageFiles, shapes: list[tuple[int, int, int]]) -> tuple[ImageFiles | Crops, int]:
+    """Whole images if they are small and of one size, else squares of them; and the side."""
+    sides = {side for _, *size in shapes for side in size}
+    if len({shape[1:] for shape in shapes}) == 1 and max(sides) <= _CROP:
+        return images, max(sides)
+    side = _CROP
+    while side > max(_SMALLEST, min(sides)):
+        side //= 2
+    return Crops(images, side, shapes), side

@@ -1,0 +1,49 @@
+"""What became of many files, and how long a training may take."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+__all__ = ["Outcome", "Say", "parse_budget"]
+
+Say: TypeAlias = Callable[[str], None]
+
+_UNITS = {"s": 1 / 60, "sec": 1 / 60, "min": 1.0, "m": 1.0, "h": 60.0}
+
+
+@dataclass
+class Outcome:
+    """Files that were done, that needed nothing, and that failed with a reason."""
+
+    done: list[Path] = field(default_factory=list)
+    complete: list[Path] = field(default_factory=list)  # had no hole
+    kept: list[Path] = field(default_factory=list)  # were there already
+    failed: dict[Path, str] = field(default_factory=dict)
+
+    def fail(self, path: Path, reason: object, say: Say) -> None:
+        """Remember a file that failed, and tell of it at once; the first time."""
+        if path in self.failed:
+            return
+        self.failed[path] = str(reason).splitlines()[0] if str(reason) else type(reason).__name__
+        say(f"{path}: {self.failed[path]}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON knows it."""
+        lists = {name: list(map(str, getattr(self, name))) for name in ("done", "complete", "kept")}
+        return {**lists, "failed": {str(path): reason for path, reason in self.failed.items()}}
+
+
+def parse_budget(text: str) -> dict[str, Any]:
+    """Time or steps, as `fit_density` takes them: "5min", "90s", "1h", "2000steps"."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|m|h|steps)\s*", text)
+    if found is None or float(found[1]) <= 0:
+        raise ValueError(
+            f"--budget must be a time or a number of steps, such as 90s, 5min, 1h or 2000steps, got {text!r}"
+        )
+    if found[2] == "steps":
+        return {"steps": int(float(found[1]))}
+    return {"minutes": float(found[1]) * _UNITS[found[2]]}

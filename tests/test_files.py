@@ -1,0 +1,350 @@
+"""Image files: what is missing in them, and that they come back as they were."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, PngImagePlugin
+from torch.utils.data import DataLoader
+
+import misconv
+from misconv import UNetDMFA, data, impute
+from misconv._files import Crops, fill_scene, find_files, predict, reach_of, read_image, read_shape, write_image
+
+rasterio = pytest.importorskip("rasterio")
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu() -> Iterator[None]:
+    torch.set_default_dtype(torch.float32)
+    with torch.device("cpu"):
+        yield
+
+
+def random_values(shape: tuple[int, ...], kind: str, seed: int = 0) -> Any:
+    generator = np.random.default_rng(seed)
+    if kind.startswith("float"):
+        return generator.normal(size=shape).astype(kind)
+    limits = np.iinfo(kind)
+    return generator.integers(limits.min, limits.max, shape, dtype=kind, endpoint=True)
+
+
+def write_raster(path: Path, values: Any, **options: Any) -> None:
+    bands, height, width = values.shape
+    profile = {
+        "driver": "GTiff", "count": bands, "height": height, "width": width, "dtype": values.dtype, "crs": "EPSG:32633",
+        "transform": rasterio.Affine(10, 0, 4e5, 0, -10, 5e6),
+    }  # fmt: skip
+    with rasterio.open(path, "w", **profile | options) as file:
+        file.write(values)
+        file.update_tags(SENSOR="none")
+        file.set_band_description(1, "first")
+
+
+# Round trips ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "bands", "kind"),
+    [
+        ("a.png", 3, "uint8"), ("a.png", 1, "uint8"), ("a.png", 1, "uint16"), ("a.webp", 3, "uint8"),
+        ("a.bmp", 3, "uint8"), ("a.tif", 6, "int16"), ("a.tiff", 1, "float64"), ("a.tif", 4, "uint16"),
+        ("a.npy", 5, "float32"), ("a.npy", 1, "int32"), ("a.npz", 2, "uint8"),
+    ],
+)  # fmt: skip
+def test_files_come_back_as_they_were(name: str, bands: int, kind: str, tmp_path: Path) -> None:
+    values, path = random_values((bands, 20, 30), kind), tmp_path / name
+    if path.suffix.startswith(".tif"):
+        write_raster(path, values)
+    elif path.suffix == ".npy":
+        np.save(path, values)
+    elif path.suffix == ".npz":
+        np.savez(path, image=values, place="elsewhere")
+    else:
+        pixels = np.moveaxis(values, 0, -1)
+        Image.fromarray(pixels[..., 0] if bands == 1 else pixels).save(path, lossless=True)
+    image = read_image(path)
+    assert image.values.dtype == kind
+    assert image.shape == read_shape(path) == (bands, 20, 30)
+    assert np.array_equal(image.values, values)
+    assert image.missing == 0
+    holes = np.zeros((20, 30), bool)
+    holes[4:9, 10:20] = True
+    image = image.without(holes)
+    filled = image.fill(np.full(image.shape, 1e9))
+    largest = np.iinfo(kind).max if np.dtype(kind).kind in "iu" else 1e9
+    assert (filled[:, holes] == min(largest, 1e9)).all()  # kept in range
+    write_image(tmp_path / f"b{path.suffix}", image, filled)
+    again = read_image(tmp_path / f"b{path.suffix}")
+    assert np.array_equal(again.values, filled)
+    assert again.values.dtype == kind
+    assert np.array_equal(again.values[:, ~holes], values[:, ~holes])
+
+
+def test_what_a_png_says_of_itself_stays(tmp_path: Path) -> None:
+    pixels = random_values((12, 10, 4), "uint8")
+    pixels[..., 3] = 255
+    pixels[2:5, 2:5, 3] = 0
+    pixels[7, 7, 3] = 40  # seen through a little
+    text = PngImagePlugin.PngInfo()
+    text.add_text("Author", "nobody")
+    Image.fromarray(pixels).save(tmp_path / "a.png", icc_profile=b"a profile", dpi=(300, 300), pnginfo=text)
+    image = read_image(tmp_path / "a.png")
+    assert image.missing == pytest.approx(9 / 120)
+    write_image(tmp_path / "b.png", image, image.fill(np.full(image.shape, 7.4)))
+    with Image.open(tmp_path / "b.png") as back:
+        assert back.mode == "RGBA"
+        assert back.info["icc_profile"] == b"a profile"
+        assert back.info["Author"] == "nobody"
+        assert back.info["dpi"] == pytest.approx((300, 300), rel=1e-3)
+        after = np.asarray(back)
+    assert (after[2:5, 2:5] == [7, 7, 7, 255]).all()
+    seen = pixels[..., 3] > 0
+    assert np.array_equal(after[seen], pixels[seen])
+
+
+def test_a_jpeg_becomes_a_file_that_loses_nothing(tmp_path: Path) -> None:
+    Image.fromarray(random_values((12, 10, 3), "uint8")).save(tmp_path / "a.jpg")
+    image = read_image(tmp_path / "a.jpg")
+    assert image.suffix == ".png"
+    write_image(tmp_path / "a.png", image, image.values)
+    assert np.array_equal(read_image(tmp_path / "a.png").values, image.values)
+
+
+def test_a_geotiff_keeps_its_place_and_its_tags(tmp_path: Path) -> None:
+    values = random_values((3, 40, 50), "int16")
+    values[values == -9999] = 0
+    values[:, 10:14] = -9999
+    write_raster(tmp_path / "a.tif", values, nodata=-9999, compress="deflate", tiled=True, blockxsize=16, blockysize=16)
+    image = read_image(tmp_path / "a.tif")
+    assert image.missing == pytest.approx(0.1)
+    write_image(tmp_path / "b.tif", image, image.fill(np.zeros(image.shape)))
+    with rasterio.open(tmp_path / "a.tif") as old, rasterio.open(tmp_path / "b.tif") as new:
+        assert old.crs == new.crs
+        assert old.transform == new.transform
+        assert old.tags() == new.tags()
+        assert old.descriptions == new.descriptions
+        assert old.profile["compress"] == new.profile["compress"]
+        assert (old.profile["blockxsize"], new.nodata) == (new.profile["blockxsize"], None)
+        assert (new.read()[:, 10:14] == 0).all()
+
+
+# Holes ---------------------------------------------------------------------------------------------------------------
+
+
+def test_every_way_to_say_that_a_pixel_is_missing(tmp_path: Path) -> None:
+    values = np.arange(24, dtype=np.float32).reshape(1, 4, 6)
+    values[0, 0, 0] = np.nan
+    np.save(tmp_path / "nan.npy", values)
+    assert read_image(tmp_path / "nan.npy").observed.sum() == 23
+    assert read_image(tmp_path / "nan.npy", nodata=5).observed.sum() == 22
+    whole = np.arange(24, dtype=np.uint8).reshape(4, 6)
+    np.save(tmp_path / "bytes.npy", whole)
+    assert read_image(tmp_path / "bytes.npy", nodata=3).observed.sum() == 23
+    assert read_image(tmp_path / "bytes.npy", nodata=3.5).observed.all()  # no byte is that
+    assert read_image(tmp_path / "bytes.npy", nodata=-9999).observed.all()
+    write_raster(tmp_path / "masked.tif", whole[None])
+    with rasterio.open(tmp_path / "masked.tif", "r+") as file:
+        file.write_mask(whole != 7)
+    assert read_image(tmp_path / "masked.tif").observed.sum() == 23
+    colour = Image.fromarray(whole)
+    colour.save(tmp_path / "key.png", transparency=9)
+    assert read_image(tmp_path / "key.png").observed.sum() == 23
+
+
+def test_pictures_of_holes(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "masks").mkdir()
+    holes = np.zeros((8, 8), np.uint8)
+    holes[2:4, 2:4] = 255
+    for name in ("a", "b"):
+        Image.fromarray(random_values((8, 8, 3), "uint8")).save(tmp_path / "images" / f"{name}.jpg")
+        Image.fromarray(holes).save(tmp_path / "masks" / f"{name}.png")
+    white = data.images(tmp_path / "images", masks=tmp_path / "masks")
+    assert len(white) == 2
+    assert white[1].isnan().sum() == 4 * 3
+    assert data.images(tmp_path / "images", masks=tmp_path / "masks", hole_is="black")[0].isnan().sum() == 60 * 3
+    assert data.images(tmp_path / "images", masks=tmp_path / "masks" / "a.png")[1].isnan().sum() == 4 * 3
+    (tmp_path / "masks" / "b.png").unlink()
+    with pytest.raises(ValueError, match=r"^b.jpg has no mask: none is called b$"):
+        data.images(tmp_path / "images", masks=tmp_path / "masks")[1]
+    Image.fromarray(holes[:6]).save(tmp_path / "masks" / "b.png")
+    with pytest.raises(ValueError, match="the mask of b.jpg must be 8×8 pixels"):
+        data.images(tmp_path / "images", masks=tmp_path / "masks")[1]
+    with pytest.raises(ValueError, match='hole_is must be "white" or "black", got \'grey\''):
+        data.images(tmp_path / "images", hole_is="grey")
+
+
+# Finding and reading -------------------------------------------------------------------------------------------------
+
+
+def test_files_folders_patterns_and_lists(tmp_path: Path) -> None:
+    for name in ("a/1.png", "a/deep/2.png", "b/3.npy", "a/.hidden.png", "a/readme.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "a" / "loop").symlink_to(tmp_path / "a")
+
+    def names(*sources: Path | str) -> list[str]:
+        return [str(file.name) for file in find_files(list(sources))]
+
+    assert names(tmp_path / "a") == ["1.png", "deep/2.png"]
+    assert names(tmp_path) == ["a/1.png", "a/deep/2.png", "b/3.npy"]
+    assert names(f"{tmp_path}/*/*.np?") == ["3.npy"]
+    assert names(tmp_path / "b" / "3.npy", tmp_path / "b") == ["3.npy"]
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        find_files(tmp_path / "c")
+    with pytest.raises(FileNotFoundError, match="which matches none"):
+        find_files(f"{tmp_path}/*.tif")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="got none"):
+        find_files(tmp_path / "empty")
+    (tmp_path / "b" / "1.png").write_bytes(b"y")
+    with pytest.raises(ValueError, match="would both become 1.png"):
+        find_files([tmp_path / "a", tmp_path / "b"])
+
+
+def damaged(tmp_path: Path) -> dict[str, Path]:
+    """Files that cannot be read, each in its own way."""
+    stream = io.BytesIO()
+    Image.fromarray(random_values((40, 40, 3), "uint8")).save(stream, "PNG")
+    content = {
+        "truncated.png": stream.getvalue()[:200], "empty.png": b"", "text.png": b"no image at all",
+        "wrong.tif": stream.getvalue()[:60], "pickled.npy": pickle.dumps([1]), "array.npy": b"\x93NUMPY\x01\x00",
+    }  # fmt: skip
+    for name, data_ in content.items():
+        (tmp_path / name).write_bytes(data_)
+    np.save(tmp_path / "stack.npy", np.zeros((2, 3, 4, 5)))
+    np.savez(tmp_path / "two.npz", a=np.zeros((4, 4)), b=np.zeros((4, 4)))
+    np.save(tmp_path / "complex.npy", np.zeros((4, 4), complex))
+    np.save(tmp_path / "infinite.npy", np.array([[1.0, np.inf]]))
+    with zipfile.ZipFile(tmp_path / "tricks.npz", "w") as archive:
+        archive.writestr("../../outside.npy", b"no array")
+    return {path.name: path for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("truncated.png", "truncated.png is damaged"), ("empty.png", "empty.png is empty"),
+        ("text.png", "text.png is no image that can be read"), ("wrong.tif", "wrong.tif is no TIFF that can be read"),
+        ("pickled.npy", "pickled.npy is no array"), ("array.npy", "array.npy is"),
+        ("stack.npy", r"stack.npy must hold one image, .* got shape \(2, 3, 4, 5\)"),
+        ("two.npz", "two.npz must hold one array"), ("complex.npy", "must hold real numbers, got complex128"),
+        ("infinite.npy", "infinite.npy has infinite pixels"), ("tricks.npz", "tricks.npz"),
+    ],
+)  # fmt: skip
+def test_files_that_cannot_be_read_are_named(name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        read_image(damaged(tmp_path)[name])
+    assert "\n" not in str(raised.value)
+
+
+def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.fromarray(random_values((40, 40, 3), "uint8")).save(tmp_path / "a.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(ValueError, match=r"a.png claims more pixels than an image file should"):
+        read_image(tmp_path / "a.png")
+
+
+# As a Dataset --------------------------------------------------------------------------------------------------------
+
+
+def test_a_density_learns_from_files(tmp_path: Path) -> None:
+    for number in range(12):
+        values = random_values((2, 10, 12), "float32", number)
+        values[:, 3:6, 3:6] = np.nan
+        np.save(tmp_path / f"{number}.npy", values)
+    images = data.images(tmp_path)
+    assert images[0].dtype == torch.float32
+    assert next(iter(DataLoader(images, 4))).shape == (4, 2, 10, 12)
+    density = UNetDMFA(2, rank=1, widths=(4, 4), depths=(1, 1), patch=1)
+    history = misconv.fit_density(density, images, steps=4, batch_size=4, validation=0, progress=False)
+    assert history[-1]["step"] == 4
+
+
+def test_squares_cover_images_of_any_size(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(70.0).reshape(7, 10))
+    write_raster(tmp_path / "b.tif", np.arange(300.0, dtype=np.float32).reshape(1, 20, 15), nodata=7)
+    images = data.images(tmp_path)
+    crops = Crops(images, 8, [read_shape(path) for path in images.paths])
+    assert len(crops) == 1 * 2 + 3 * 2
+    assert all(crop.shape == (1, 8, 8) for crop in crops)
+    assert crops[0][0, 7].isnan().all()  # beyond the border
+    seen = {float(v) for index in range(len(crops)) for v in crops[index][~crops[index].isnan()]}
+    assert seen == {float(v) for v in range(300) if v != 7} | {float(v) for v in range(70)}
+
+
+# Window by window ----------------------------------------------------------------------------------------------------
+
+
+def random_density(channels: int) -> UNetDMFA:
+    torch.manual_seed(0)
+    density = UNetDMFA(channels, rank=2, widths=(8, 8, 8), depths=(1, 1, 1), patch=1, bounds=None).eval()
+    with torch.no_grad():
+        density.head.weight.normal_(0, 0.2)
+    return density
+
+
+@pytest.mark.parametrize("share", [0.3, 0.0])
+def test_windows_leave_no_seams(share: float) -> None:
+    density = random_density(2)
+    assert reach_of(density) == 64
+    coded = random_values((2, 300, 260), "float32")
+    coded[:, np.random.default_rng(1).random((300, 260)) < share] = np.nan
+    coded[:, 100:130, 90:150] = np.nan
+    (whole,) = predict(density, lambda window: coded[:, *window], coded.shape)
+    parts = list(predict(density, lambda window: coded[:, *window], coded.shape, largest=192))
+    assert len(parts) == 5 * 5
+    for part in parts:
+        for ours, all_ in ((part.mean, whole.mean), (part.deviation, whole.deviation)):
+            np.testing.assert_allclose(ours, all_[:, *part.window], atol=1e-5 * np.ptp(whole.mean))
+
+
+def test_a_scene_is_filled_window_by_window(tmp_path: Path) -> None:
+    values = random_values((2, 150, 170), "int16") // 8
+    values[:, :, ::20] = -9999
+    write_raster(tmp_path / "a.tif", values, nodata=-9999, compress="lzw")
+    density = random_density(2).train()
+    missing = impute.scene(tmp_path / "a.tif", tmp_path / "b.tif", density, deviation=tmp_path / "sd.tif")
+    assert density.training
+    assert missing == pytest.approx(9 / 170)
+    image = read_image(tmp_path / "a.tif")
+    with rasterio.open(tmp_path / "b.tif") as file, rasterio.open(tmp_path / "sd.tif") as errors:
+        filled = file.read()
+        assert file.nodata is None
+        assert (file.crs, file.transform) == (errors.crs, errors.transform)
+        deviation = errors.read()
+    assert filled.dtype == np.int16
+    seen = np.broadcast_to(image.observed, values.shape)
+    assert np.array_equal(filled[seen], values[seen])
+    assert (deviation[seen] == 0).all()
+    assert (deviation[~seen] > 0).all()
+    fill_scene(tmp_path / "a.tif", tmp_path / "c.tif", density.eval(), largest=192)
+    again = read_image(tmp_path / "c.tif").values.astype(int)
+    assert np.abs(again - filled).max() <= 1  # where half a unit is rounded
+
+
+def test_a_scene_that_cannot_be_filled_leaves_nothing_behind(tmp_path: Path) -> None:
+    values = random_values((1, 60, 60), "uint8")
+    write_raster(tmp_path / "a.tif", values, nodata=0)
+
+    def broken(x: torch.Tensor, observed: torch.Tensor) -> Any:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        impute.scene(tmp_path / "a.tif", tmp_path / "b.tif", broken)
+    write_raster(tmp_path / "void.tif", np.zeros_like(values), nodata=0)
+    with pytest.raises(ValueError, match=r"void.tif has no pixel that was seen"):
+        impute.scene(tmp_path / "void.tif", tmp_path / "b.tif", random_density(1))
+    with pytest.raises(ValueError, match="out must be another file"):
+        impute.scene(tmp_path / "a.tif", tmp_path / "a.tif", random_density(1))
+    assert sorted(os.listdir(tmp_path)) == ["a.tif", "void.tif"]

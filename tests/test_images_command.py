@@ -1,0 +1,195 @@
+"""`misconv fit`, `impute` and `assess` on a user's own files, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+import misconv
+from misconv import cli
+from misconv.images import parse_budget
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu() -> Iterator[None]:
+    torch.set_default_dtype(torch.float32)
+    with torch.device("cpu"):
+        yield
+
+
+def call(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli.app, [*map(str, arguments)], prog_name="misconv")
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Eight PNG files of 24×20 with a transparent square each."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    for number in range(8):
+        smooth = np.add.outer(np.arange(24), np.arange(20))[..., None] * [3, 2, 1] + generator.integers(0, 30, 3)
+        pixels = np.dstack([smooth.astype(np.uint8), np.full((24, 20), 255, np.uint8)])
+        y, x = generator.integers(0, 14, 2)
+        pixels[y : y + 6, x : x + 6] = 0
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    return folder
+
+
+QUICK = ("--budget", "4steps", "--device", "cpu")
+
+
+def test_from_pictures_to_filled_ones(pictures: Path, tmp_path: Path) -> None:
+    density, out, sd = tmp_path / "density.safetensors", tmp_path / "out", tmp_path / "sd"
+    made = call("fit", pictures, "-o", density, *QUICK)
+    assert made.exit_code == 0, made.output
+    assert f"Density: {density}" in made.output
+    assert [path.name for path in tmp_path.iterdir() if "checkpoint" in path.name] == []
+    assert isinstance(misconv.load(density), misconv.UNetDMFA)
+    filled = call("impute", pictures, "-o", out, "--density", density, "--sd", sd, "--samples", 2, "--device", "cpu")
+    assert filled.exit_code == 0, filled.output
+    assert "8 filled" in filled.output
+    for path in pictures.iterdir():
+        before, after = (np.asarray(Image.open(folder / path.name)) for folder in (pictures, out))
+        seen = before[..., 3] > 0
+        assert np.array_equal(after[seen], before[seen])
+        assert (after[..., 3] == 255).all()
+        deviation = np.load(sd / path.with_suffix(".npy").name)
+        assert (deviation[:, seen] == 0).all()
+        assert (deviation[:, ~seen] > 0).all()
+        samples = [np.asarray(Image.open(out / f"{path.stem}-{number}.png")) for number in (1, 2)]
+        assert (samples[0][~seen] != samples[1][~seen]).any()
+        assert np.array_equal(samples[0][seen], before[seen])
+    report = call("assess", pictures, "--density", density, "--device", "cpu", "--json")
+    assert report.exit_code == 0, report.output
+    assert 4 <= json.loads(report.stdout)["images"] <= 8  # of which something can be hidden
+    shown = call("assess", pictures, "--density", density, "--device", "cpu")
+    assert "RMSE" in shown.output
+
+
+def test_without_a_density_one_is_learned_and_kept(pictures: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = call("impute", pictures, "-o", out, *QUICK, "--json")
+    assert first.exit_code == 0, first.output
+    assert len(json.loads(first.stdout)["done"]) == 8
+    (out / "3.png").unlink()
+    before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.png")}
+    second = call("impute", pictures, "-o", out, *QUICK)
+    assert "1 filled, 7 were there already" in second.output
+    assert "going on with" in second.output
+    after = {path.name: path.stat().st_mtime_ns for path in out.glob("*.png")}
+    assert after.items() >= before.items()
+    assert len(after) == 8
+
+
+def test_files_that_fail_do_not_stop_the_others(pictures: Path, tmp_path: Path) -> None:
+    (pictures / "truncated.png").write_bytes((pictures / "0.png").read_bytes()[:100])
+    (pictures / "empty.png").write_bytes(b"")
+    Image.fromarray(np.zeros((24, 20), np.uint8)).save(pictures / "grey.png")
+    Image.fromarray(np.zeros((24, 20, 4), np.uint8)).save(pictures / "void.png")
+    whole = np.full((24, 20, 4), 255, np.uint8)
+    Image.fromarray(whole).save(pictures / "whole.png")
+    done = call("impute", pictures, "-o", tmp_path / "out", *QUICK)
+    assert done.exit_code == 1
+    assert "8 filled, 1 had no hole, 4 failed" in done.output
+    assert "4 of 13 files failed, see above" in done.output
+    for reason in (
+        "truncated.png: truncated.png is damaged",
+        "empty.png: empty.png is",
+        "grey.png has 1 bands, and the density knows images of 3",
+        "void.png has no pixel that was seen",
+    ):
+        assert reason in done.output, done.output
+    assert (tmp_path / "out" / "whole.png").read_bytes() == (pictures / "whole.png").read_bytes()
+    record = json.loads((tmp_path / "out" / "misconv-impute.json").read_text())
+    assert len(record["failed"]) == 4
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_places_are_refused_before_any_work(pictures: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "mine.txt").write_text("mine")
+    file = tmp_path / "file"
+    file.write_text("x")
+    for arguments, message in (
+        (("impute", pictures, "-o", other), "--out must be new or empty"),
+        (("impute", pictures, "-o", file / "deeper"), "--out must be"),
+        (("impute", tmp_path / "nothing", "-o", tmp_path / "new"), "there is no such file"),
+        (("impute", pictures, "-o", tmp_path / "new", "--nodata", "many"), "--nodata must be a number, got 'many'"),
+        (("impute", pictures, "-o", tmp_path / "new", "--density", file), "cannot load"),
+        (("impute", pictures, "-o", tmp_path / "new", "--samples", "-1"), "--samples must be 0 or more, got -1"),
+        (("fit", pictures, "-o", tmp_path), "--out must be a file, got the folder"),
+        (("fit", pictures, "-o", tmp_path / "d", "--budget", "soon"), "--budget must be a time or"),
+        (("fit", pictures, "-o", tmp_path / "d", "--hole-is", "grey"), 'hole_is must be "white" or "black"'),
+    ):
+        refused = call(*arguments)
+        assert refused.exit_code == 2, (arguments, refused.output)
+        assert message in refused.output, refused.output
+        assert "Traceback" not in refused.output
+    assert (other / "mine.txt").read_text() == "mine"
+
+
+def test_masks_that_seem_to_be_inverted_are_named(pictures: Path, tmp_path: Path) -> None:
+    masks = tmp_path / "masks"
+    masks.mkdir()
+    for path in pictures.iterdir():
+        hole = np.zeros((24, 20), np.uint8)
+        hole[4:9, 4:9] = 255
+        Image.fromarray(hole).save(masks / path.name)
+    fitted = call("fit", pictures, "-o", tmp_path / "a", "--masks", masks, "--hole-is", "black", *QUICK)
+    assert "of every image is missing; if a hole is white there, say --hole-is white" in fitted.output
+    fitted = call("fit", pictures, "-o", tmp_path / "b", "--masks", masks, *QUICK)
+    assert "--hole-is" not in fitted.output
+    assert fitted.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [("90s", {"minutes": 1.5}), ("5min", {"minutes": 5}), ("0.5h", {"minutes": 30}), ("200steps", {"steps": 200})],
+)
+def test_budgets(text: str, budget: dict[str, float]) -> None:
+    assert parse_budget(text) == budget
+
+
+def test_a_stopped_fit_goes_on(pictures: Path, tmp_path: Path) -> None:
+    """Interrupted as by Ctrl-C after its first record, it leaves a checkpoint, says so, and continues from there."""
+    density = tmp_path / "density.safetensors"
+    command = [
+        sys.executable,
+        "-m",
+        "misconv",
+        "fit",
+        pictures,
+        "-o",
+        density,
+        "--budget",
+        "40steps",
+        "--device",
+        "cpu",
+    ]
+    checkpoint = tmp_path / "density.safetensors.checkpoint"
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 120
+    while not checkpoint.exists() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "stopped; call it again to go on where it was" in said
+    assert checkpoint.exists()
+    again = call(*command[3:])
+    assert again.exit_code == 0, again.output
+    assert density.exists()
+    assert not checkpoint.exists()
