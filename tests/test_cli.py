@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import misconv
-from misconv import cli, data, demo
+from misconv import _doctor, cli, data, demo
 from misconv.demo import report
 
 TINY = demo.Settings(
@@ -27,6 +27,24 @@ METHODS = [
     "zero", "mask", "mean", "k-NN", "partial convolution", "MFA imputation", "MisConv (SMFA)", "MisConv (DMFA)",
     "complete images",
 ]  # fmt: skip
+
+
+def test_doctor() -> None:
+    told = call("doctor")
+    assert told.exit_code == 0, told.output
+    assert [line.split()[0] for line in told.output.splitlines()][:3] == ["misconv", "device", "kernels"]
+    found = json.loads(call("doctor", "--json").stdout)
+    assert found["versions"]["torch"] == str(torch.__version__)
+    assert found["extras"]["train"] == "there"
+    assert found["kernels"]["used"] == torch.cuda.is_available()
+
+
+def test_doctor_says_when_kernels_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = {"used": True, "reason": None, "error": 0.5}
+    monkeypatch.setattr(_doctor, "_kernels", lambda device: kernels)
+    told = call("doctor")
+    assert told.exit_code == 1
+    assert "WRONG by 0.5: set MISCONV_PLAIN=1" in told.output
 
 
 def call(*arguments: str) -> Result:

@@ -64,8 +64,9 @@ MAY_IMPORT = {
     },
     "images": {"torch", "numpy", "_files", "_store", "_train", "assess", "density", "store", "training"},
     "_terminal": {"typer"},
+    "_doctor": {"torch", "_backend", "_store", "functional", "mfa"},
     "cli_images": {"torch", "typer", "rich", "_store", "_terminal", "data", "images", "store"},
-    "cli": {"torch", "typer", "rich", "_terminal", "_version", "bench", "cli_images", "demo", "paper"},
+    "cli": {"torch", "typer", "rich", "_doctor", "_terminal", "_version", "bench", "cli_images", "demo", "paper"},
     "__init__": {
         "_backend", "_version", "assess", "convert", "density", "functional", "impute", "layers", "mfa", "missing", "predict",
         "store", "training",

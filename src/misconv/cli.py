@@ -11,6 +11,7 @@ import contextlib
 import errno
 import io
 import itertools
+import json
 import os
 import re
 import signal
@@ -242,6 +243,20 @@ def table(
         for note in made.notes:
             console.print(note, soft_wrap=not terminal)
         console.print(f"\nRecords: {command.write(plan, made, records)}", soft_wrap=True)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Tell versions, the device, whether the fused kernels serve and why not, and which extras are there."""
+    from misconv import _doctor
+
+    found = _doctor.examine()
+    for line in [json.dumps(found, indent=1)] if as_json else _doctor.lines(found):
+        typer.echo(line)
+    if not _doctor.is_healthy(found):
+        raise typer.Exit(1)
 
 
 # Inside ------------------------------------------------------------------------------------------------------------
