@@ -248,6 +248,25 @@ def test_files_that_cannot_be_read_are_named(name: str, message: str, tmp_path: 
     assert "\n" not in str(raised.value)
 
 
+def test_what_is_not_one_picture_of_brightness_is_refused(tmp_path: Path) -> None:
+    frames = [Image.fromarray(random_values((8, 8, 3), "uint8", seed)) for seed in range(2)]
+    frames[0].save(tmp_path / "a.webp", save_all=True, append_images=frames[1:])
+    with pytest.raises(ValueError, match=r"^a.webp holds 2 pictures, and one is expected$"):
+        read_image(tmp_path / "a.webp")
+    write_raster(tmp_path / "classes.tif", random_values((1, 8, 8), "uint8"))
+    with rasterio.open(tmp_path / "classes.tif", "r+") as file:
+        file.write_colormap(1, {number: (number, 0, 0, 255) for number in range(256)})
+    with pytest.raises(ValueError, match=r"^classes.tif holds numbers of colours"):
+        read_image(tmp_path / "classes.tif")
+
+
+def test_a_lossy_tiff_comes_back_without_loss(tmp_path: Path) -> None:
+    write_raster(tmp_path / "a.tif", random_values((3, 32, 32), "uint8"), compress="jpeg", photometric="YCBCR")
+    image = read_image(tmp_path / "a.tif")
+    write_image(tmp_path / "b.tif", image, image.values)
+    assert np.array_equal(read_image(tmp_path / "b.tif").values, image.values)
+
+
 def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Image.fromarray(random_values((40, 40, 3), "uint8")).save(tmp_path / "a.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)

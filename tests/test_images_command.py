@@ -107,7 +107,7 @@ def test_files_that_fail_do_not_stop_the_others(pictures: Path, tmp_path: Path) 
     for reason in (
         "truncated.png: truncated.png is damaged",
         "empty.png: empty.png is",
-        "grey.png has 1 bands, and the density knows images of 3",
+        "grey.png has 1 band, and the density knows images of 3",
         "void.png has no pixel that was seen",
     ):
         assert reason in done.output, done.output
@@ -115,6 +115,21 @@ def test_files_that_fail_do_not_stop_the_others(pictures: Path, tmp_path: Path) 
     record = json.loads((tmp_path / "out" / "misconv-impute.json").read_text())
     assert len(record["failed"]) == 4
     assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_names_do_not_collide_and_results_are_not_read_again(pictures: Path, tmp_path: Path) -> None:
+    with Image.open(pictures / "0.png") as opened:
+        opened.convert("RGB").save(pictures / "0.jpg")
+        opened.convert("RGB").save(pictures / "photo.jpeg")
+    for filled in ("10 filled", "10 were there already"):  # the JPEG files as PNG
+        done = call("impute", pictures, "-o", pictures / "filled", "--sd", pictures / "sd", *QUICK)
+        assert done.exit_code == 0, done.output
+        assert filled in done.output
+    names = {path.name for path in (pictures / "filled").glob("*.png")}
+    assert names == {*(f"{number}.png" for number in range(8)), "0.jpg.png", "photo.png"}
+    refused = call("impute", pictures, "-o", tmp_path / "x", "--sd", tmp_path / "x")
+    assert refused.exit_code == 2
+    assert "--sd must be another folder than --out" in refused.output
 
 
 def test_places_are_refused_before_any_work(pictures: Path, tmp_path: Path) -> None:

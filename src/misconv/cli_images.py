@@ -103,7 +103,9 @@ def impute(
         from misconv.images import ImputeSettings, impute_files, prepare_folder
 
         terminal = sys.stdout.isatty() and not as_json
-        dataset = _dataset(images, nodata, masks, hole_is)
+        if sd is not None and sd.resolve() == out.resolve():
+            raise ValueError("--sd must be another folder than --out, got the same")
+        dataset = _outside(_dataset(images, nodata, masks, hole_is), out, sd)
         prepare_folder("--out", out, overwrite)
         if sd is not None:
             prepare_folder("--sd", sd, overwrite)
@@ -166,6 +168,15 @@ def _dataset(images: list[str], nodata: str | None, masks: Path | None, hole_is:
     if masks is not None:
         _check_polarity(found, hole_is)
     return found
+
+
+def _outside(images: ImageFiles, *folders: Path | None) -> ImageFiles:
+    """Without what an earlier call has written below the folder that is read."""
+    ours = [folder.resolve() for folder in folders if folder is not None]
+    kept = [n for n, path in enumerate(images.paths) if not any(path.resolve().is_relative_to(own) for own in ours)]
+    if not kept:
+        raise ValueError("IMAGES must be other files than those in --out")
+    return images.only(kept)
 
 
 def _check_polarity(images: ImageFiles, hole_is: str) -> None:

@@ -159,11 +159,15 @@ def _opened(path: Path) -> Iterator[Any]:
     except UnidentifiedImageError as error:
         raise ValueError(f"{path.name} is no image that can be read, or its suffix is wrong") from error
     except (OSError, SyntaxError, EOFError, ValueError) as error:
-        raise ValueError(f"{path.name} is damaged: {error}") from error
+        known = str(error).startswith("holds ")
+        raise ValueError(f"{path.name} {error}" if known else f"{path.name} is damaged: {error}") from error
 
 
 def _read_pillow(path: Path) -> StoredImage:
     with _opened(path) as opened:
+        frames = getattr(opened, "n_frames", 1)
+        if frames > 1:
+            raise ValueError(f"holds {frames} pictures, and one is expected")
         opened.load()
         picture = opened.copy()
         info, format_ = dict(opened.info), str(opened.format)

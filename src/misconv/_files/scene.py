@@ -18,6 +18,7 @@ __all__ = ["Scene", "open_scene", "write_scene", "write_scene_bytes", "write_win
 Array: TypeAlias = NDArray[Any]
 Window: TypeAlias = tuple[slice, slice]
 
+_LOSSY = ("jpeg", "webp", "jxl", "lerc", "lerc_deflate", "lerc_zstd")
 _CACHE = 64  # MB of blocks that GDAL keeps; by default it takes a twentieth of the memory there is
 
 
@@ -105,6 +106,10 @@ def open_scene(path: Path) -> Iterator[Scene]:
         with dataset:
             if len(set(dataset.dtypes)) > 1:
                 raise ValueError(f"{path.name} must have bands of one type, got {', '.join(dataset.dtypes)}")
+            if rasterio.enums.ColorInterp.palette in dataset.colorinterp:
+                raise ValueError(
+                    f"{path.name} holds numbers of colours, which have no mean; save it as RGB first"
+                )
             if np.dtype(dataset.dtypes[0]).kind == "c":
                 raise ValueError(f"{path.name} must hold real numbers, got {dataset.dtypes[0]}")
             yield Scene(path, dataset)
@@ -143,6 +148,9 @@ def _profile(recipe: dict[str, Any], complete: bool, dtype: Any) -> dict[str, An
         profile.pop("predictor", None)
     if complete:
         profile["nodata"] = None
+    if str(profile.get("compress", "")).lower() in _LOSSY:  # would change what was seen
+        profile["compress"] = "deflate"
+        profile.pop("photometric", None)
     tiled = profile.get("tiled")
     if not tiled:  # a strip is as wide as the image, and needs no size
         for name in ("blockxsize", "blockysize"):

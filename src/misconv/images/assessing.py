@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from misconv._files import Crops, ImageFiles, read_shape
 from misconv.assess import Assessment, assess
-from misconv.images.outcome import Outcome, Say
+from misconv.images.outcome import Outcome, Say, count_bands
 
 __all__ = ["assess_files"]
 
@@ -27,7 +27,7 @@ def assess_files(
                 shape = read_shape(path)
                 wanted = getattr(density, "channels", shape[0])
                 if shape[0] != wanted:
-                    raise ValueError(f"has {shape[0]} bands, and the density knows images of {wanted}")
+                    raise ValueError(f"has {count_bands(shape[0])}, and the density knows images of {wanted}")
                 side = max(shape[1:])
                 for place in range(len(crops := Crops(images.only([index]), min(side, _SIDE), [shape]))):
                     yield crops[place].unsqueeze(0)

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from misconv._files import Crops, ImageFiles, read_shape
 from misconv._train import one_device
 from misconv.density import UNetDMFA
-from misconv.images.outcome import Outcome, Say
+from misconv.images.outcome import Outcome, Say, count_bands
 from misconv.training import fit_density
 
 __all__ = ["FitSettings", "fit_files"]
@@ -115,7 +115,7 @@ def _common_bands(images: ImageFiles, shapes: dict[int, tuple[int, int, int]], o
     bands = Counter(shape[0] for shape in shapes.values()).most_common(1)[0][0]
     for index in [index for index, shape in shapes.items() if shape[0] != bands]:
         found = shapes.pop(index)[0]
-        outcome.fail(images.paths[index], f"has {found} bands, and most files have {bands}", say)
+        outcome.fail(images.paths[index], f"has {count_bands(found)}, and most files have {bands}", say)
     return bands
 
 

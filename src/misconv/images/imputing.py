@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from misconv._files import RASTER, FoundFile, ImageFiles, StoredImage, fill_scene, predict, read_shape, write_image
 from misconv._store import check_output_folder, read_json
-from misconv.images.outcome import Outcome, Say
+from misconv.images.outcome import Outcome, Say, count_bands
 from misconv.store import write_bytes
 
 __all__ = ["ImputeSettings", "impute_files", "prepare_folder"]
@@ -54,9 +54,10 @@ def impute_files(
     Files that are there already are kept, so that a call that was stopped continues; `advance` hears after each.
     """
     outcome = Outcome()
+    names = _new_names(images.files)
     for index, file in enumerate(images.files):
         try:
-            _impute(images, index, file, density, settings, outcome)
+            _impute(images, index, settings.out / names[index], density, settings, outcome)
         except (ValueError, TypeError, OSError) as error:
             outcome.fail(file.path, error, say)
         advance(index + 1)
@@ -64,12 +65,23 @@ def impute_files(
     return outcome
 
 
+def _new_names(files: Sequence[FoundFile]) -> list[Path]:
+    """Each file keeps its name, but a JPEG, which cannot be written without loss, becomes a PNG."""
+    taken = {file.name for file in files}
+    names = []
+    for name in (file.name for file in files):
+        if name.suffix.lower() in (".jpg", ".jpeg"):
+            short = name.with_suffix(".png")
+            name = short if short not in taken else name.with_name(f"{name.name}.png")
+            taken.add(name)
+        names.append(name)
+    return names
+
+
 def _impute(
-    images: ImageFiles, index: int, file: FoundFile, density: nn.Module, settings: ImputeSettings, outcome: Outcome
+    images: ImageFiles, index: int, target: Path, density: nn.Module, settings: ImputeSettings, outcome: Outcome
 ) -> None:
-    target = settings.out / file.name
-    if target.suffix.lower() in (".jpg", ".jpeg"):  # no lossless way to write one
-        target = target.with_suffix(".png")
+    file = images.files[index]
     if target.exists() and not settings.overwrite:
         outcome.kept.append(file.path)
         return
@@ -78,7 +90,7 @@ def _impute(
     deviation = None
     if settings.deviation is not None:
         suffix = ".tif" if file.path.suffix.lower() in RASTER else ".npy"
-        deviation = settings.deviation / file.name.with_suffix(suffix)
+        deviation = settings.deviation / target.relative_to(settings.out).with_suffix(suffix)
         deviation.parent.mkdir(parents=True, exist_ok=True)
     large = file.path.suffix.lower() in RASTER and max(read_shape(file.path)[1:]) > _LARGE and images.masks is None
     if large:
@@ -106,7 +118,7 @@ def _impute(
 def _check_bands(file: FoundFile, density: nn.Module) -> None:
     bands, wanted = read_shape(file.path)[0], getattr(density, "channels", None)
     if wanted is not None and bands != wanted:
-        raise ValueError(f"{file.name} has {bands} bands, and the density knows images of {wanted}")
+        raise ValueError(f"{file.name} has {count_bands(bands)}, and the density knows images of {wanted}")
 
 
 def _predict(image: StoredImage, density: nn.Module) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-__all__ = ["Outcome", "Say", "parse_budget"]
+__all__ = ["Outcome", "Say", "count_bands", "parse_budget"]
 
 Say: TypeAlias = Callable[[str], None]
 
@@ -35,6 +35,11 @@ class Outcome:
         """As JSON knows it."""
         lists = {name: list(map(str, getattr(self, name))) for name in ("done", "complete", "kept")}
         return {**lists, "failed": {str(path): reason for path, reason in self.failed.items()}}
+
+
+def count_bands(number: int) -> str:
+    """In words."""
+    return f"{number} band" if number == 1 else f"{number} bands"
 
 
 def parse_budget(text: str) -> dict[str, Any]:
