@@ -66,6 +66,7 @@ def fit(
         )  # fmt: skip
         dataset = _dataset(images, nodata, masks, hole_is)
         _check_new_file(out)
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
         density, history, outcome = fit_files(dataset, settings, note)
         save(density, out)
         checkpoint.unlink(missing_ok=True)
@@ -143,7 +144,7 @@ def assess(
 
         dataset = _dataset(images, nodata, masks, hole_is)
         found, outcome = assess_files(dataset, _load_density(density, device), note, limit=limit, seed=seed)
-        _tell({**found.to_dict(), **outcome.to_dict()}, [str(found), found.verdict()], as_json=as_json)
+        _tell({**found.to_dict(), **outcome.to_dict()}, [str(found)], as_json=as_json)
         _end(outcome)
 
 

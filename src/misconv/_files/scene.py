@@ -107,9 +107,7 @@ def open_scene(path: Path) -> Iterator[Scene]:
             if len(set(dataset.dtypes)) > 1:
                 raise ValueError(f"{path.name} must have bands of one type, got {', '.join(dataset.dtypes)}")
             if rasterio.enums.ColorInterp.palette in dataset.colorinterp:
-                raise ValueError(
-                    f"{path.name} holds numbers of colours, which have no mean; save it as RGB first"
-                )
+                raise ValueError(f"{path.name} holds numbers of colours, which have no mean; save it as RGB first")
             if np.dtype(dataset.dtypes[0]).kind == "c":
                 raise ValueError(f"{path.name} must hold real numbers, got {dataset.dtypes[0]}")
             yield Scene(path, dataset)

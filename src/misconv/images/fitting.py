@@ -56,7 +56,8 @@ def fit_files(images: ImageFiles, settings: FitSettings, say: Say) -> tuple[UNet
     dataset = _Readable(examples, (bands, *_size(examples, side, shapes)), outcome, say)
     density = UNetDMFA(bands, settings.components, settings.rank, patch=1 if side <= 64 else 2)
     count = len(dataset)
-    say(f"learning from {count} {f'squares of {side} px' if isinstance(examples, Crops) else 'images'}")
+    what = f"squares of {side} px" if isinstance(examples, Crops) else "images"
+    say(f"learning from {count} {what}" if count > 1 else "learning from one image")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         history = fit_density(
