@@ -62,6 +62,7 @@ MAY_IMPORT = {
         "torch", "jinja2", "markupsafe", "_version", "_store", "_train", "assess", "data", "density", "functional", "impute",
         "mfa", "missing", "paper", "store", "training",
     },
+    "sklearn": {"torch", "numpy", "sklearn", "_train", "density", "training"},
     "images": {"torch", "numpy", "_files", "_store", "_train", "assess", "density", "store", "training"},
     "_terminal": {"typer"},
     "_doctor": {"torch", "_backend", "_store", "functional", "mfa"},
