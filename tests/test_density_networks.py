@@ -70,6 +70,24 @@ def check_bounded(p: MFA, low: Tensor, high: Tensor, text: str = "") -> None:
 # Bounds ------------------------------------------------------------------------------------------------------------
 
 
+def test_images_with_nan_need_no_observed() -> None:
+    x, observed = torch.rand(3, 3, SIDE, SIDE), torch.rand(3, 1, SIDE, SIDE) < 0.6
+    coded = x.masked_fill(~observed, torch.nan)
+    mixture = SMFA(1, 1).fit(torch.rand(9, 3, SIDE, SIDE), torch.ones(9, 1, SIDE, SIDE, dtype=torch.bool), iterations=2)
+    for name, density in [*networks(1, 2).items(), ("mixture", mixture)]:
+        p, q = density(coded), density(x.where(observed, 0), observed)
+        assert torch.equal(p.mean, q.mean), name
+        assert torch.equal(p.variance, q.variance), name
+        network = misconv.convert(
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * (SIDE - 2) ** 2, 2)), density
+        )
+        found = [
+            misconv.predictive(network, images, 3, generator=torch.Generator(x.device).manual_seed(0))
+            for images in (coded, q)
+        ]
+        assert torch.equal(found[0].probabilities, found[1].probabilities), name
+
+
 def test_features_that_grow_leave_the_weights_of_components_alone() -> None:
     density = small(3, components=3)
     assert density.logits is not None

@@ -68,7 +68,8 @@ _MODULE_OF = {
     "save": "store",
 }
 _SUBMODULES = {
-    "data", "density", "functional", "impute", "layers", "mfa", "missing", "predict", "store", "training", "transforms"
+    "data", "density", "functional", "impute", "layers", "mfa", "missing", "predict", "sklearn", "store", "training",
+    "transforms",
 }  # fmt: skip
 
 

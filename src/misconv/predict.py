@@ -25,7 +25,7 @@ class Prediction:
 
 def predictive(
     network: Callable[[MFA], Tensor],
-    p: MFA,
+    p: MFA | Tensor,
     samples: int = 32,
     *,
     generator: torch.Generator | None = None,
@@ -38,7 +38,8 @@ def predictive(
 
     Args:
         network: takes an MFA and returns logits (B, classes), for example a network from `misconv.convert`.
-        p: the images, as their density describes them.
+        p: the images, as their density describes them; or, for a network that was converted with a density, the images
+            themselves, with NaN where they are missing.
         samples: completions to draw; the error of all results falls with their root.
         generator: source of randomness.
 
@@ -54,6 +55,10 @@ def predictive(
     """
     if not callable(network):
         raise TypeError(f"network must be a module or function MFA -> logits (B, classes), got {describe(network)}")
+    ask = getattr(network, "to_mfa", None)
+    if isinstance(p, Tensor) and ask is not None:
+        with torch.no_grad():
+            p = ask(p)
     if not isinstance(p, MFA):
         raise TypeError(f"p must be a misconv.MFA, which a density gives for (x, observed), got {describe(p)}")
     check_size("samples", samples)

@@ -23,6 +23,7 @@ from misconv._checks.tensors import (
     check_size,
     describe,
     readable,
+    split_nan,
 )
 
 __all__ = [
@@ -45,5 +46,6 @@ __all__ = [
     "generator_device",
     "read_images",
     "readable",
+    "split_nan",
     "unpack_images",
 ]

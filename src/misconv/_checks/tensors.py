@@ -41,6 +41,7 @@ __all__ = [
     "is_integer",
     "is_number",
     "readable",
+    "split_nan",
 ]
 
 _LONGEST = 60  # characters of a value in a message
@@ -229,6 +230,14 @@ def check_images(name: str, x: Tensor) -> None:
     check_dense(name, x)
     if x.dim() != 4 or 0 in x.shape:
         raise ValueError(f"{name} must have shape (B, C, H, W) with no empty dimension, got {describe(x)}")
+
+
+def split_nan(x: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Images and what was seen of them; where nobody says it, NaN is missing, and 0 stands in its place."""
+    if observed is not None:
+        return x, observed
+    seen = ~x.isnan()
+    return x.where(seen, 0), seen
 
 
 def check_observed(name: str, observed: Tensor, like: Tensor, *, check: bool | None = None) -> Tensor:

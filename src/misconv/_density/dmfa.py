@@ -76,8 +76,8 @@ class LinearDMFA(DensityNetwork):
         """The arguments that make another one like this."""
         return {"shape": list(self.shape), **self._settings()}
 
-    def forward(self, x: Tensor, observed: Tensor) -> MFA:
-        """The MFA of every image given its observed pixels."""
+    def forward(self, x: Tensor, observed: Tensor | None = None) -> MFA:
+        """The MFA of every image given its observed pixels; without `observed` those that are not NaN."""
         check_images("x", x)
         if tuple(x.shape[1:]) != self.shape:
             raise ValueError(f"x must hold images of {self.shape}, as this density was made for, got {describe(x)}")
@@ -158,8 +158,8 @@ class ConvDMFA(DensityNetwork):
         layers = {"widths": list(self.widths), "depths": list(self.depths)}
         return {"channels": self.channels, **layers, **self._settings(), "skips": self.skips}
 
-    def forward(self, x: Tensor, observed: Tensor) -> MFA:
-        """The MFA of every image given its observed pixels."""
+    def forward(self, x: Tensor, observed: Tensor | None = None) -> MFA:
+        """The MFA of every image given its observed pixels; without `observed` those that are not NaN."""
         x, observed = self._arguments(x, observed)
         inside = self._input(x, observed)
         height, width = x.shape[2:]

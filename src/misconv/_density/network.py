@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from misconv._checks import check_images, check_observed, check_seen_finite, check_size, describe
+from misconv._checks import check_images, check_observed, check_seen_finite, check_size, describe, split_nan
 from misconv._density.bounds import Bounds, bound, check_bounds, with_margin
 from misconv._density.em_data import (
     add_over_processes,
@@ -116,9 +116,10 @@ class DensityNetwork(nn.Module):
         check_seen_finite("x", x, observed)
         return observed
 
-    def _arguments(self, x: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
-        """Images in the type of the result, and `observed` as bool."""
+    def _arguments(self, x: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Images in the type of the result, and `observed` as bool; without it NaN says what is missing."""
         check_images("x", x)
+        x, observed = split_nan(x, observed)
         check_devices(x, observed, self.center.device)
         observed = self._check(x, observed)
         return x.to(result_type(x.dtype, self.center.dtype)), observed
