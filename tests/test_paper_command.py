@@ -421,6 +421,12 @@ def test_a_folder_that_is_a_file_is_refused(file: Path, tmp_path: Path) -> None:
     assert (tmp_path / "taken").read_text() == "mine"
 
 
+def test_a_place_is_tried_out_before_data_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "load", lambda *arguments: pytest.fail("data were loaded"))
+    (tmp_path / "taken").write_text("mine")
+    refused(call("1", "--out", tmp_path / "taken" / "below"), "--out must be below a folder, got .*, but .* is a file")
+
+
 @pytest.mark.usefixtures("no_training")
 @pytest.mark.parametrize(
     ("content", "message"),
@@ -574,6 +580,13 @@ def test_a_training_that_diverges_is_named(file: Path, tmp_path: Path, monkeypat
 def test_a_missing_extra_is_named(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lightning_fabric", None)
     refused(digits("8", file, tmp_path), re.escape("training needs Lightning Fabric: pip install 'misconv[train]'"))
+
+
+def test_metrics_that_are_not_there_are_named_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "load", lambda *arguments: pytest.fail("data were loaded"))
+    monkeypatch.setitem(sys.modules, "torchmetrics.functional", None)
+    message = re.escape("PSNR and SSIM come from torchmetrics: pip install 'misconv[paper]'")
+    refused(call("7", "--out", tmp_path), message)
 
 
 def test_a_folder_that_may_not_be_written_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from misconv.paper.densities import DensitySettings
 from misconv.paper.illustrate import check_drawable, illustrate
 from misconv.paper.methods import TRAINED, method_named
 from misconv.paper.plus import PLUS, Recipe, run_plus, variants_of
-from misconv.paper.quality import SMALLEST
+from misconv.paper.quality import SMALLEST, check_metrics
 from misconv.paper.scores import Record
 from misconv.paper.settings import SETTINGS, SHAPES, Settings
 
@@ -107,12 +107,9 @@ def prepare(
     if not 1 <= seeds <= MOST_SEEDS:
         raise ValueError(f"--seeds must be between 1 and {MOST_SEEDS}, got {seeds}")
     _check_device(device)
-    try:
-        folder = Path(folder).expanduser()
-    except RuntimeError as error:  # nobody has that name
-        raise ValueError(f"--out must be a folder, got {folder}: {error}") from error
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"--out must be a folder, got {folder}, which is a file")
+    folder = _folder(folder)
+    if number == "7":
+        check_metrics()
     given: Sequence[str | Path | None] = files or [None] * len(names)
     images = [_load(number, name, file) for name, file in zip(names, given, strict=True)]
     if number == FIGURES:
@@ -124,9 +121,20 @@ def prepare(
     return plan
 
 
+def _folder(name: str | Path) -> Path:
+    """A place that can be written; asked before data are loaded, or even downloaded."""
+    try:
+        folder = Path(name).expanduser()
+    except RuntimeError as error:  # nobody has that name
+        raise ValueError(f"--out must be a folder, got {name}: {error}") from error
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"--out must be a folder, got {folder}, which is a file")
+    check_output_folder("--out", folder)
+    return folder
+
+
 def _check_files(plan: Plan) -> None:
-    """The table can be written when it is made, and replaces nothing that is not one."""
-    check_output_folder("--out", plan.folder)
+    """The table replaces nothing that is not one."""
     record, text = plan.file(".json"), plan.file(".md")
     content = read_json(record)
     check_replaceable("--out", record, isinstance(content, dict) and content.keys() == {"records"})

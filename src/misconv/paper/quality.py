@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from misconv._checks import check_images, check_observed, check_size, describe
 from misconv.mfa import MFA
 
-__all__ = ["SMALLEST", "most_probable", "quality"]
+__all__ = ["SMALLEST", "check_metrics", "most_probable", "quality"]
 
 SMALLEST = 6  # pixels: the window of SSIM, 11×11, reaches 5 beyond the image, and reflection needs one more than that
 
@@ -107,12 +107,19 @@ def _each(density: Callable[[Tensor, Tensor], MFA], x: Tensor, observed: Tensor)
     }
 
 
-def _compare(filled: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
-    """PSNR and SSIM of every image, (B,) each."""
+def check_metrics() -> None:
+    """Say before any training that torchmetrics is not there."""
     try:
-        from torchmetrics.functional import image as metrics
+        from torchmetrics.functional import image  # noqa: F401
     except ImportError as error:
         raise ImportError("PSNR and SSIM come from torchmetrics: pip install 'misconv[paper]'") from error
+
+
+def _compare(filled: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
+    """PSNR and SSIM of every image, (B,) each."""
+    check_metrics()
+    from torchmetrics.functional import image as metrics
+
     options: dict[str, Any] = {"data_range": 1.0, "reduction": "none"}
     with filled.device:  # torchmetrics makes tensors on the default device
         psnr = metrics.peak_signal_noise_ratio(filled, truth, dim=(1, 2, 3), **options)
