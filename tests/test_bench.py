@@ -46,7 +46,10 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("bench") / "new" / "layer-cpu.json"
     result = call(*CPU, "--seed", "1", "--out", str(out), *(f"--only={name}" for name in bench.SECTIONS))
     assert result.exit_code == 0, result.output
-    assert result.stdout.endswith(f"Numbers: {out}\n")
+    first, *_, last, file = result.stdout.splitlines()
+    assert first == last == bench.QUICK
+    assert file == f"Numbers: {out}"
+    assert result.stderr == ""
     return out
 
 
@@ -65,6 +68,7 @@ def test_the_record_says_where_it_comes_from(facts: dict[str, Any]) -> None:
     assert {"commit", "cores", "load_average", "load_average_after", "seconds"} <= facts.keys()
     assert {"cudnn.allow_tf32", "cuda.matmul.allow_tf32", "cudnn.benchmark"} <= facts["flags"].keys()
     assert (facts["settings"]["seed"], facts["settings"]["quick"]) == (1, True)
+    assert (facts["quick"], facts["warning"]) == (True, bench.QUICK)
     assert set(facts["settings"]["bounds"]) == {"ieee", "tf32"}
 
 
@@ -190,6 +194,10 @@ def test_what_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path
     refused(call("--device", "tpu"), "--device must be cuda or cpu, got 'tpu'")
     refused(call("--seed", "-1"), "--seed must lie between 0 and 2147483647, got -1")
     refused(call("--device", "cpu", "--out", str(tmp_path)), f"--out must name a file, got the folder {tmp_path}")
+    file = tmp_path / "file"
+    file.write_text("mine")
+    below = call("--device", "cpu", "--out", str(file / "new" / "layer.json"))
+    refused(below, f"--out must be below a folder, got {file / 'new'}, but {file} is a file")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     message = "--device cuda needs a GPU that torch can use, and there is none; --device cpu works anywhere"
     refused(call("--device", "cuda"), message)
@@ -207,7 +215,7 @@ from pathlib import Path
 from misconv.bench import command
 out = Path(sys.argv[1])
 device, sections = command.choose("cpu", ["nll"], out)
-command.write(command.run(device, sections, quick=True, seed=1, keep=command.keeper(out)), out)
+command.write(command.run(device, sections, quick=True, seed=1, keep=command.Keeper(out)), out)
 """
     out = tmp_path / "layer.json"
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -287,13 +295,24 @@ def test_a_run_that_is_stopped_keeps_its_finished_sections(tmp_path: Path, monke
     out.write_text('{"benchmark": "an earlier run"}')
     monkeypatch.setitem(bench.SECTIONS, "growth", stop)
     result = call(*CPU, "--only=nll", "--only=growth", "--out", str(out))
-    assert result.exit_code == 130
+    partial = tmp_path / "layer.partial.json"
+    assert (result.exit_code, result.stderr) == (
+        130,
+        f"misconv: stopped; finished sections (nll) are in {partial}; time the others with --only and another --out\n",
+    )
     assert json.loads(out.read_text()) == {"benchmark": "an earlier run"}
-    kept = json.loads((tmp_path / "layer.partial.json").read_text(encoding="utf-8"))
+    kept = json.loads(partial.read_text(encoding="utf-8"))
     assert list(kept["sections"]) == ["nll"]
     result = call(*CPU, "--only=nll", "--out", str(out))
     assert result.exit_code == 0, result.output
     assert [path.name for path in tmp_path.iterdir()] == ["layer.json"]
+
+
+def test_a_run_that_is_stopped_says_so_when_nothing_is_kept() -> None:
+    keep = bench.Keeper(None)
+    assert keep.stopped() == "stopped before the first section was finished; nothing is kept"
+    keep({"sections": {"nll": []}})
+    assert keep.stopped() == "stopped; nothing is kept of nll: name a file with --out to keep finished sections"
 
 
 @pytest.mark.parametrize("name", ["layer.json", "layer.partial.json"])

@@ -27,6 +27,7 @@ METHODS = [
     "zero", "mask", "mean", "k-NN", "partial convolution", "MFA imputation", "MisConv (SMFA)", "MisConv (DMFA)",
     "complete images",
 ]  # fmt: skip
+STOPPED = "misconv: stopped before the report was written; nothing is kept, and the next call starts again\n"
 
 
 def test_doctor() -> None:
@@ -78,7 +79,8 @@ def refused(result: Result, message: str) -> None:
 def test_demo_in_a_pipe(tmp_path: Path) -> None:
     out = tmp_path / "new" / "folder"
     command = [sys.executable, "-W", "error", "-m", "misconv", "demo", "--quick", "--seeds", "1", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
+    coloured = {**os.environ, "FORCE_COLOR": "1"}  # also where a user likes colours
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False, env=coloured)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(p.name for p in out.iterdir()) == ["index.html", "results.json"]
     stages, table = done.stdout.split("Test digits read correctly, %")
@@ -163,6 +165,17 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not (tmp_path / "new").exists()
 
 
+def test_a_report_that_cannot_be_made_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: None
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    monkeypatch.delitem(sys.modules, "misconv.demo.report")
+    monkeypatch.delattr(demo, "report")
+    refused(
+        call("demo", "--out", str(tmp_path)), re.escape("the report is made by Jinja2: pip install 'misconv[demo]'")
+    )
+
+
 @pytest.mark.parametrize("name", ["typer", "rich"])
 def test_a_missing_command_line_is_named(name: str) -> None:
     # In a new process: here the modules are loaded already.
@@ -186,6 +199,20 @@ def test_a_full_disk_costs_the_report_but_not_the_numbers(
     assert re.fullmatch(r"misconv: cannot write .*: No space left on device\n", result.stderr)
     assert all(method in result.stdout for method in METHODS)
     assert list(tmp_path.iterdir()) == []
+    result = call("demo", "--quick", "--seeds", "1", "--json", "--out", str(tmp_path))
+    assert result.exit_code == 2
+    assert [method["name"] for method in json.loads(result.stdout)["digits"]["methods"]] == METHODS
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_numbers_as_json(tmp_path: Path) -> None:
+    result = call("demo", "--quick", "--seeds", "1", "--json", "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found.pop("report") == str(tmp_path / "index.html")
+    assert found == json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert [density["name"] for density in found["digits"]["densities"]] == ["independent pixels", "SMFA", "DMFA"]
+    assert "misconv: Training the classifier: zero\n" in result.stderr
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ImportError, OSError, ValueError])
@@ -207,7 +234,7 @@ def test_ctrl_c_ends_with_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(data, "photographs", interrupt)
     result = call("demo", "--out", str(tmp_path / "new"))
     assert result.exit_code == 130
-    assert result.stderr == "misconv: stopped before the report was written\n"
+    assert result.stderr == STOPPED
     assert not (tmp_path / "new").exists()
 
 
@@ -216,7 +243,7 @@ def test_a_scheduler_that_ends_the_job_gets_a_line_too(tmp_path: Path, monkeypat
     monkeypatch.setattr(data, "photographs", lambda: os.kill(os.getpid(), signal.SIGTERM))
     result = call("demo", "--out", str(tmp_path / "new"))
     assert result.exit_code == 143
-    assert result.stderr == "misconv: stopped before the report was written\n"
+    assert result.stderr == STOPPED
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -298,7 +325,9 @@ def test_overwrite_is_for_reports_alone(tmp_path: Path) -> None:
     assert (tmp_path / "notes.html").read_text() == "<p>my page</p>"
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["table", "--help"], ["demo", "--seeds", "0"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["table", "--help"], ["fit", "--help"], ["demo", "--seeds", "0"]]
+)
 def test_help_and_refusals_import_no_torch(words: list[str]) -> None:
     """Torch takes seconds to import."""
     code = (

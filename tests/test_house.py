@@ -64,10 +64,13 @@ MAY_IMPORT = {
     },
     "sklearn": {"torch", "numpy", "sklearn", "_train", "density", "training"},
     "images": {"torch", "numpy", "_files", "_store", "_train", "assess", "density", "store", "training"},
-    "_terminal": {"typer"},
+    "_terminal": {"rich", "typer"},
     "_doctor": {"torch", "_backend", "_store", "functional", "mfa"},
     "cli_images": {"torch", "typer", "rich", "_store", "_terminal", "data", "images", "store"},
-    "cli": {"torch", "typer", "rich", "_doctor", "_terminal", "_version", "bench", "cli_images", "demo", "paper"},
+    "cli_tables": {"rich"},
+    "cli": {
+        "torch", "typer", "rich", "_doctor", "_terminal", "_version", "bench", "cli_images", "cli_tables", "demo", "paper",
+    },
     "__init__": {
         "_backend", "_version", "assess", "convert", "density", "functional", "impute", "layers", "mfa", "missing", "predict",
         "store", "training",

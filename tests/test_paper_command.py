@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -15,11 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from misconv import ConvDMFA, cli, data, store
 from misconv._train import engine as _engine
 from misconv.bench import command as bench
+from misconv.cli_tables import paper_tables
 from misconv.paper import classification, command, plus, tables
 from misconv.paper.cache import FORMAT
 from misconv.paper.densities import DensitySettings
@@ -154,6 +157,7 @@ def test_the_figures_need_no_more_than_table_1(file: Path, first: tuple[Path, Re
     assert all(content.startswith(b"\x89PNG") for content in drawn)
     assert len(set(drawn)) == 3
     assert digits("figures", file, first[0]).stdout == result.stdout
+    assert json.loads(digits("figures", file, first[0], "--json").stdout) == {"figures": [str(path) for path in paths]}
     assert [path.read_bytes() for path in paths] == drawn
 
 
@@ -200,6 +204,19 @@ def test_what_is_there_is_only_printed(file: Path, first: tuple[Path, Result]) -
     fewer = digits("2", file, out, "--no-plus", seeds=1)
     assert "One seed." in fewer.stdout
     assert "MisConv+" not in fewer.stdout  # a row that nobody asked for
+
+
+@pytest.mark.usefixtures("no_training")
+def test_a_table_as_json(file: Path, first: tuple[Path, Result]) -> None:
+    result = digits("1", file, first[0], "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["table"], found["title"], found["quick"]) == ("1", "Accuracy on incomplete test images", False)
+    assert found["columns"] == ["method", "digits (here)"]
+    assert {row[0] for row in found["rows"]} >= set(HERE) - {"GT"}
+    assert all(cell in result.stdout for row in found["rows"] for cell in row if cell.isascii())
+    assert "**" not in result.stdout
+    assert found["records"] == read(Path(found["file"]))
 
 
 def test_a_table_that_is_stopped_again_and_again_comes_out_the_same(
@@ -301,8 +318,10 @@ def test_in_a_pipe(file: Path, tmp_path: Path) -> None:
     """In a new process, with as few epochs as `--quick` takes."""
     options = ["--data", str(file), "--quick", "--seeds", "1", "--device", "cpu", "--out", str(tmp_path)]
     line = [sys.executable, "-W", "error", "-m", "misconv", "table", "8", "--dataset", "digits", *options]
-    done = subprocess.run(line, capture_output=True, text=True, encoding="utf-8", check=False)
+    coloured = {**os.environ, "FORCE_COLOR": "1"}  # also where a user likes colours
+    done = subprocess.run(line, capture_output=True, text=True, encoding="utf-8", check=False, env=coloured)
     assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
     assert re.search(r"^ *digits +\.\d+ +\.\d+ *$", done.stdout, re.MULTILINE)
     assert "A quick run with few images and epochs: these numbers mean nothing." in done.stdout
     records = read(tmp_path / "table-8-digits-quick.json")
@@ -330,9 +349,9 @@ def test_a_narrow_terminal_loses_nothing() -> None:
     rows = [["zero", ".910", "**.926 ± .001**", ".679", ".710 ± .002"], ["MisConv+", "–", ".925 ± .003", "–", "–"]]
     made = tables.Table(1, "Accuracy", heads, rows)
     for width, parts in ((160, 1), (61, 1), (60, 2)):
-        found = list(cli._paper(made, width))
+        found = list(paper_tables(made, width))
         assert len(found) == parts
-        console = cli.Console(width=width, force_terminal=False)
+        console = Console(width=width, force_terminal=False)
         with console.capture() as printed:
             console.print(*found, sep="")
         text = " ".join(printed.get().split())

@@ -1,15 +1,25 @@
-"""What every command does at its end: say on stderr what a user can correct, and leave the terminal whole."""
+"""How every command talks: results on stdout, all else on stderr; and how it ends, with a whole terminal."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import typer
 
-__all__ = ["interruptible", "note", "refuse", "report_errors"]
+__all__ = ["EXIT_CODES", "interruptible", "note", "print_json", "refuse", "report_errors"]
+
+EXIT_CODES = {
+    0: "done",
+    1: "it ran, but something failed: a file, a check",
+    2: "the call must be corrected: an option, a missing file or extra",
+    130: "stopped by Ctrl-C",
+    143: "stopped by SIGTERM, as schedulers do",
+}
 
 
 def refuse(message: str, code: int = 2) -> typer.Exit:
@@ -37,8 +47,12 @@ def _error_text(error: OSError | ImportError) -> str:
 
 
 @contextlib.contextmanager
-def interruptible(message: str) -> Iterator[None]:
-    """Ctrl-C, and the signal by which schedulers end a job, end with a message and a whole terminal."""
+def interruptible(message: str | Callable[[], str]) -> Iterator[None]:
+    """Ctrl-C, and the signal by which schedulers end a job, end with a message and a whole terminal.
+
+    Args:
+        message: what is kept and how to go on, or a function that says it at the end.
+    """
     code = 130
 
     def terminated(*_: object) -> None:
@@ -51,12 +65,25 @@ def interruptible(message: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        raise refuse(message, code) from error
+        _show_cursor()
+        raise refuse(message if isinstance(message, str) else message(), code) from error
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)
 
 
+def _show_cursor() -> None:
+    """A progress bar that is stopped in the moment in which it appears does not show the cursor again by itself."""
+    from rich.console import Console
+
+    Console().show_cursor()  # writes nothing where there is no terminal
+
+
 def note(text: str) -> None:
     """One line on stderr, beside the results."""
     typer.echo(f"misconv: {text}", err=True)
+
+
+def print_json(content: Any) -> None:
+    """The result on stdout, where a script reads it. In ASCII, for some outputs take nothing else."""
+    typer.echo(json.dumps(content, indent=1))

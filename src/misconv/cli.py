@@ -10,34 +10,31 @@ import codecs
 import contextlib
 import errno
 import io
-import itertools
-import json
 import os
-import re
 import signal
 import sys
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 try:
     import typer
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 except ImportError as error:
     print(f"misconv: the command line needs {error.name}: pip install 'misconv[demo]'", file=sys.stderr)
     raise SystemExit(2) from error
 
 from misconv import cli_images
-from misconv._terminal import interruptible, refuse, report_errors
+from misconv._terminal import EXIT_CODES, interruptible, note, print_json, refuse, report_errors
+from misconv.cli_tables import console_for, demo_tables, paper_tables
 
 if TYPE_CHECKING:
+    from misconv.bench.command import Keeper
     from misconv.demo import Demo
-    from misconv.paper import tables
+    from misconv.paper.command import Plan
+    from misconv.paper.scores import Record
+    from misconv.paper.tables import Table
 
 __all__ = ["app", "main"]
 
@@ -47,7 +44,14 @@ ASCII = {"−": "-", "–": "-", "×": "x", "±": "+-", "µ": "u", "“": '"', "
 # Of a disk that is full or broken, of a reader that is gone.
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EPIPE, errno.EBADF, errno.EFBIG, errno.EDQUOT)
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+_CODES = "\n".join(f"  {code:<5}{meaning}" for code, meaning in EXIT_CODES.items())
+EPILOG = f"Example: misconv impute scans/ -o filled/\n\n\b\nExit codes:\n{_CODES}"  # \b: keep the lines as they are
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, epilog=EPILOG)
+
+Device = Annotated[str | None, typer.Option(metavar="cuda|cpu", help="By default cuda, where there is one.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and all else on stderr.")]
+Seeds = Annotated[int, typer.Option(metavar="N", help="Trainings of every classifier, to see how much they vary.")]
 
 
 def main() -> None:
@@ -106,26 +110,35 @@ def misconv(
     """Convolutional networks for images with missing pixels."""
 
 
-for _command in (cli_images.fit, cli_images.impute, cli_images.assess):
-    app.command()(_command)
+app.command()(cli_images.fit)
+app.command(short_help="Fill the holes of images, each file in its own format.")(cli_images.impute)
+app.command(short_help="Tell how far a density can be believed.")(cli_images.assess)
 
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the report; new or empty.")] = Path("misconv-demo"),
-    seed: Annotated[int, typer.Option(help="The same seed gives the same numbers.")] = 0,
-    seeds: Annotated[int, typer.Option(help="Trainings of every classifier, to see how much they vary.")] = 3,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="For the report; new or empty.")] = Path("misconv-demo"),
+    seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same numbers.")] = 0,
+    seeds: Seeds = 3,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the report in a folder that has one.")
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Few images and epochs, to try it out in seconds.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Look behind the holes of photographs and classify digits with holes, and write a report (a few minutes)."""
-    if not 0 <= seed <= LARGEST_SEED:
-        raise refuse(f"--seed must lie between 0 and {LARGEST_SEED}, got {seed}")
+    """See it at work on photographs and digits, in a report.
+
+    Looks behind the holes of photographs, and classifies digits with holes. Takes a few minutes on one core.
+
+    Example: misconv demo --seeds 5 --out report
+    """
+    _check_seed(seed)
     if seeds < 1:
         raise refuse(f"--seeds must be at least 1, got {seeds}")
-    with interruptible("stopped before the report was written"):
+    with (
+        interruptible("stopped before the report was written; nothing is kept, and the next call starts again"),
+        report_errors(ImportError),
+    ):
         import torch
 
         from misconv.demo import QUICK, Settings, report, run
@@ -134,50 +147,66 @@ def demo(
             report.check_folder(out, overwrite=overwrite)
         # One thread, so that the sums, and with them the numbers, do not depend on how many cores there are.
         torch.set_num_threads(1)
-        terminal = sys.stdout.isatty()
-        console = Console(force_terminal=terminal, width=None if terminal else 110, highlight=False, markup=False)
-        with report_errors(ImportError):
-            settings = replace(QUICK if quick else Settings(), seed=seed, seeds=seeds)
-            result = run(settings, progress=terminal, say=console.print)
+        console = console_for(110)
+        settings = replace(QUICK if quick else Settings(), seed=seed, seeds=seeds)
+        say = note if as_json else console.print
+        result = run(settings, progress=console.is_terminal and not as_json, say=say)
         # The numbers come first: they are not lost if the report cannot be written.
-        console.print(_photographs(result), _methods(result), _densities(result), sep="\n")
-        for sentence in (report.findings(result.photographs), report.verdict(result)):
-            console.print(sentence, soft_wrap=not terminal)
+        if as_json:
+            print_json({"report": str(out / report.PAGE), **report.numbers(result)})
+        else:
+            _show_demo(console, result)
         with report_errors(OSError):
             page = report.write_demo(result, out, overwrite=overwrite)
-        console.print(f"Report: {page}", soft_wrap=True)
+        if not as_json:
+            console.print(f"Report: {page}", soft_wrap=True)
 
 
 @app.command()
 def bench(
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is one.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File for the numbers, as JSON.")] = None,
+    device: Device = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="For the numbers, as JSON.")] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="table10, large, shares, growth, nll, network or cpu; may be given several times."),
+        typer.Option(
+            metavar="SECTION",
+            help="table10, large, shares, growth, nll, network or cpu; may be given several times.",
+        ),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny settings, to see that everything runs.")] = False,
-    seed: Annotated[int | None, typer.Option(help="Of the random inputs; new ones for every run if left out.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Tiny settings, to see that everything runs; the numbers mean nothing.")
+    ] = False,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Of the random inputs; by default new ones for every run.")
+    ] = None,
+    as_json: Json = False,
 ) -> None:
-    """Check the fast path against the plain one, then time both beside a convolution and ReLU (a few minutes)."""
-    if seed is not None and not 0 <= seed <= LARGEST_SEED:
-        raise refuse(f"--seed must lie between 0 and {LARGEST_SEED}, got {seed}")
-    with interruptible("stopped before the numbers were written"):
+    """Time the layer beside a convolution and ReLU.
+
+    Checks first that the fast path computes what the plain one does. Takes a few minutes.
+
+    Example: misconv bench --only table10 --out layer.json
+    """
+    _check_seed(seed)
+    keep: Keeper | None = None
+    with interruptible(lambda: "stopped before anything was timed" if keep is None else keep.stopped()):
         from misconv.bench import command as benchmark
 
         try:
             where, sections = benchmark.choose(device, only or [], out)
         except ValueError as error:
             raise refuse(str(error)) from error
+        keep = benchmark.Keeper(out)
         try:
-            keep = benchmark.keeper(out)
-            record = benchmark.run(where, sections, quick=quick, seed=seed, say=typer.echo, keep=keep)
+            record = benchmark.run(where, sections, quick=quick, seed=seed, say=_speaker(as_json), keep=keep)
         except benchmark.WrongResultError as error:
             raise refuse(f"nothing was timed, the fast path is wrong: {error}", 1) from error
+        if as_json:
+            print_json(record)
         if out is not None:
             with report_errors(OSError):
                 benchmark.write(record, out)
-            typer.echo(f"Numbers: {out}")
+            _speaker(as_json)(f"Numbers: {out}")
 
 
 @app.command()
@@ -199,24 +228,26 @@ def table(
             metavar="FILE", help="An .npz with x_train, y_train, x_test and y_test for each --dataset, in their order."
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Trainings of every classifier, to see how much they vary.")] = 3,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="For finished work, which is not done again.")] = Path(
-        "misconv-paper"
-    ),
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is one.")] = None,
+    seeds: Seeds = 3,
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="For finished work, which no later call has to do again.")
+    ] = Path("misconv-paper"),
+    device: Device = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few images and epochs, to see that everything runs.")] = False,
     plus: Annotated[bool, typer.Option(help="MisConv+, a recipe beyond the paper's, as one more row.")] = True,
+    as_json: Json = False,
 ) -> None:
-    """Print a table of the paper with numbers of our own, or draw its figures with images of a data set.
+    """Print a table of the paper, or draw its figures.
 
-    What that needs is trained, and goes on where it was stopped.
+    With numbers of our own, and images of a data set. What that needs is trained, and goes on where it was stopped.
+
+    Example: misconv table 1 --dataset digits
     """
-    with (
-        interruptible("stopped; call it again to go on where it was"),
-        report_errors(OSError),
-        report_errors(ImportError),
-    ):
-        from misconv.bench import command as benchmark
+    stopped = "stopped; call it again to go on where it was"
+    if number == "10":
+        stopped = "stopped before the layer was timed; nothing is kept, and the next call starts again"
+    with interruptible(stopped), report_errors(OSError), report_errors(ImportError):
+        from misconv.bench.command import WrongResultError
         from misconv.paper import command
 
         try:
@@ -225,36 +256,32 @@ def table(
             )
         except ValueError as error:
             raise refuse(str(error)) from error
-        terminal = sys.stdout.isatty()
         try:
             if number == command.FIGURES:
-                for path in command.draw(plan, progress=terminal, say=typer.echo):
-                    typer.echo(f"Figure: {path}")
-                return
-            records = command.run(plan, progress=terminal, say=typer.echo)
-        except benchmark.WrongResultError as error:
+                _draw_figures(plan, as_json)
+            else:
+                _make_table(plan, as_json)
+        except WrongResultError as error:
             raise refuse(f"nothing was timed, the fast path is wrong: {error}", 1) from error
         except FloatingPointError as error:
             raise refuse(str(error), 1) from error
-        made = command.table(plan, records)
-        console = Console(force_terminal=terminal, width=None if terminal else 160, highlight=False, markup=False)
-        console.print(f"\n{made.heading}", style="bold", soft_wrap=not terminal)  # wider than some tables
-        console.print(*_paper(made, console.width), sep="")
-        for note in made.notes:
-            console.print(note, soft_wrap=not terminal)
-        console.print(f"\nRecords: {command.write(plan, made, records)}", soft_wrap=True)
 
 
 @app.command()
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-) -> None:
-    """Tell versions, the device, whether the fused kernels serve and why not, and which extras are there."""
+def doctor(as_json: Json = False) -> None:
+    """Tell versions, the device, the kernels and the extras.
+
+    Says whether the fused kernels serve, and if not, why; and which extras are there.
+
+    Example: misconv doctor --json
+    """
     from misconv import _doctor
 
     found = _doctor.examine()
-    for line in [json.dumps(found, indent=1)] if as_json else _doctor.lines(found):
-        typer.echo(line)
+    if as_json:
+        print_json(found)
+    else:
+        typer.echo("\n".join(_doctor.lines(found)))
     if not _doctor.is_healthy(found):
         raise typer.Exit(1)
 
@@ -262,73 +289,68 @@ def doctor(
 # Inside ------------------------------------------------------------------------------------------------------------
 
 
-def _methods(result: Demo) -> Table:
-    methods = result.digits.methods
-    title = "\nTest digits read correctly, %"
-    table = Table("method", "what happens to missing pixels", title=title, box=box.SIMPLE_HEAD)
-    table.add_column("mean" if len(methods[0].accuracy) == 1 else "mean ± sd", justify="right", no_wrap=True)
-    table.columns[0].no_wrap = True
-    for m in methods:
-        spread = f" ± {100 * m.deviation:.1f}" if len(m.accuracy) > 1 else ""
-        table.add_row(m.name, m.what, f"{100 * m.mean:.1f}{spread}")
-    return table
+def _check_seed(seed: int | None) -> None:
+    if seed is not None and not 0 <= seed <= LARGEST_SEED:
+        raise refuse(f"--seed must lie between 0 and {LARGEST_SEED}, got {seed}")
 
 
-def _densities(result: Demo) -> Table:
-    table = Table("density", title="Hidden pixels of digits predicted", box=box.SIMPLE_HEAD)
-    for head in ("NLL per pixel", "RMSE", "inside 50 %", "inside 90 %", "seconds"):
-        table.add_column(head, justify="right")
-    for d in result.digits.densities:
-        a = d.assessment
-        inside = [f"{100 * share:.1f} %" for share in (a.coverage_50, a.coverage_90)]
-        table.add_row(d.name, f"{a.nll:.3f}", f"{a.rmse:.3f}", *inside, f"{d.seconds:.1f}")
-    return table
+def _speaker(as_json: bool) -> Callable[[str], None]:
+    """Where lines on the way go: with --json stdout is for the result alone."""
+    return note if as_json else typer.echo
 
 
-def _photographs(result: Demo) -> Table:
-    title = "\nPhotographs: errors of hidden pixels, and bias of filter responses near them"
-    table = Table("the hole is", "that is", title=title, box=box.SIMPLE_HEAD)
-    for head in ("RMSE", "edge filters", "random filters"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.columns[0].no_wrap = True
-    for way in result.photographs.ways:
-        biases = (f"{100 * way.bias[bank]:+.1f} %" for bank in ("edge", "random"))
-        table.add_row(way.name, way.what, f"{way.rmse:.4f}", *biases)
-    return table
+def _show_demo(console: Console, result: Demo) -> None:
+    from misconv.demo import report
+
+    console.print(*demo_tables(result), sep="\n")
+    for sentence in (report.findings(result.photographs), report.verdict(result)):
+        console.print(sentence, soft_wrap=not console.is_terminal)
 
 
-def _paper(made: tables.Table, width: int) -> Iterator[Table]:
-    """Words on the left, numbers on the right, the best of them in bold; several tables where one is too wide."""
-    cells = list(zip(*made.plain().rows, strict=True))  # by column
-    longest = [max(map(len, column), default=0) for column in cells]
-    heads = [_wrap(head, room) for head, room in zip(made.columns, longest, strict=True)]
-    needed = [3 + max(room, *map(len, head)) for head, room in zip(heads, longest, strict=True)]
-    words = list(range(made.text))
-    for part in _parts(made, needed, width):
-        shown = Table(box=box.SIMPLE_HEAD)
-        for n in (*words, *part):
-            shown.add_column("\n".join(heads[n]), justify="left" if n in words else "right", overflow="fold")
-        for row in made.rows:
-            shown.add_row(*(_cell(row[n]) for n in (*words, *part)))
-        yield shown
+def _draw_figures(plan: Plan, as_json: bool) -> None:
+    from misconv.paper import command
+
+    shown = sys.stdout.isatty() and not as_json
+    paths = [str(path) for path in command.draw(plan, progress=shown, say=_speaker(as_json))]
+    if as_json:
+        print_json({"figures": paths})
+    else:
+        typer.echo("\n".join(f"Figure: {path}" for path in paths))
 
 
-def _parts(made: tables.Table, needed: list[int], width: int) -> list[list[int]]:
-    """Columns of numbers that fit beside those of words; what belongs to one data set stays together."""
-    room = width - 1 - sum(needed[: made.text])
-    parts: list[list[int]] = [[]]
-    numbers = range(made.text, len(made.columns))
-    for _, same in itertools.groupby(numbers, key=lambda n: re.split(r" \(|:", made.columns[n])[0]):
-        block = list(same)
-        if parts[-1] and sum(needed[n] for n in (*parts[-1], *block)) > room:
-            parts.append([])
-        parts[-1] += block
-    return parts
+def _make_table(plan: Plan, as_json: bool) -> None:
+    from misconv.paper import command
+
+    console = console_for(160)
+    records = command.run(plan, progress=console.is_terminal and not as_json, say=_speaker(as_json))
+    made = command.table(plan, records)
+    # The numbers come first: they are not lost if the files cannot be written.
+    if as_json:
+        print_json(_table_content(plan, made, records))
+    else:
+        _show_table(console, made)
+    path = command.write(plan, made, records)
+    if not as_json:
+        console.print(f"\nRecords: {path}", soft_wrap=True)
 
 
-def _wrap(head: str, width: int) -> list[str]:
-    return textwrap.wrap(head, max(width, 1), break_long_words=False, break_on_hyphens=False)
+def _table_content(plan: Plan, made: Table, records: list[Record]) -> dict[str, object]:
+    """The table as it is printed, and what it was made of."""
+    return {
+        "table": plan.table,
+        "title": made.title,
+        "quick": plan.quick,
+        "columns": made.columns,
+        "rows": made.plain().rows,
+        "notes": made.notes,
+        "file": str(plan.file(".json")),
+        "records": records,
+    }
 
 
-def _cell(cell: str) -> Text:
-    return Text(cell.replace("**", ""), style="bold" if cell.startswith("**") else "")
+def _show_table(console: Console, made: Table) -> None:
+    wrap = not console.is_terminal
+    console.print(f"\n{made.heading}", style="bold", soft_wrap=wrap)  # wider than some tables
+    console.print(*paper_tables(made, console.width), sep="")
+    for sentence in made.notes:
+        console.print(sentence, soft_wrap=wrap)

@@ -6,7 +6,6 @@ functions need torch alone, but for whole networks, which are torchvision's; the
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,15 +17,17 @@ from typing import Any
 import torch
 
 from misconv._backend import is_plain
-from misconv._store import JsonObject, check_output_folder, check_replaceable, commit, device_name, read_json, versions
+from misconv._store import JsonObject, commit, device_name, versions
 from misconv.bench.checks import BOUNDS, CASES, MODES, WrongResultError, check
 from misconv.bench.clock import Pace, memory, times
 from misconv.bench.layer import Contender, Kind, Layer, Setting, likelihood
 from misconv.bench.network import MODELS, Networks, NetworkSetting, network_settings
+from misconv.bench.record import Keeper, check_out, write
 from misconv.bench.warm_up import Job, checks, compile_ahead
-from misconv.store import write_bytes
 
-__all__ = ["KINDS", "SECTIONS", "WrongResultError", "choose", "keeper", "run", "summary", "write"]
+__all__ = ["KINDS", "QUICK", "SECTIONS", "Keeper", "WrongResultError", "choose", "run", "summary", "write"]
+
+QUICK = "A quick run on tiny settings: its numbers mean nothing, it only shows that everything runs."
 
 # Przewięźlikowski et al., "MisConv: Convolutional Neural Networks for Missing Data", WACV 2022, Table 10: seconds of a
 # forward pass through a classical layer and through MisConv (L = 4), mean ± standard deviation of 5000 passes, on a
@@ -224,24 +225,11 @@ def choose(device: str | None, only: Sequence[str], out: Path | None) -> tuple[t
     if "network" in only and not has_networks:
         raise ValueError("--only network needs torchvision, from which its networks are: pip install 'misconv[vision]'")
     if out is not None:
-        _check_out(Path(out))
+        check_out(Path(out))
     if is_plain():
         raise ValueError("the plain path is forced (MISCONV_PLAIN?): there would be no fast path to compare with it")
     usual = [name for name in USUAL[device] if has_networks or name != "network"]
     return torch.device(device), list(dict.fromkeys(only)) or usual
-
-
-def _check_out(out: Path) -> None:
-    """Whether the numbers can be written, and replace nothing but such numbers: asked before minutes of work."""
-    try:
-        if out.is_dir():
-            raise ValueError(f"--out must name a file, got the folder {out}")
-        for path in (out, _partial(out)):
-            record = read_json(path)
-            check_replaceable("--out", path, isinstance(record, dict) and "benchmark" in record)
-        check_output_folder("--out", out.parent)
-    except OSError as error:
-        raise ValueError(str(error)) from error
 
 
 def run(
@@ -258,10 +246,14 @@ def run(
     `keep` gets the record after every section, so that a run which is stopped was not for nothing.
     """
     begin = time.perf_counter()
+    if quick:  # before the numbers and after them: a reader may see one end alone
+        say(QUICK)
     seed = int.from_bytes(os.urandom(3)) if seed is None else seed  # fresh inputs for every run, and recorded
     generator = torch.Generator(device).manual_seed(seed)
     record: JsonObject = {
         "benchmark": "the layer MisConv2d, beside the convolution and ReLU it replaces",
+        "quick": quick,
+        "warning": QUICK if quick else None,
         **_circumstances(device),
         "settings": {
             "seed": seed,
@@ -284,26 +276,9 @@ def run(
     record["load_average_after"] = _load()
     for what, value in summary(record):
         say(f"{what}: {value}")
+    if quick:
+        say(QUICK)
     return record
-
-
-def write(record: JsonObject, out: Path) -> None:
-    """The record as JSON, whole or not at all; what was kept on the way is no longer needed."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(out, (_json(record, 3) + "\n").encode())
-    if out != _partial(out):
-        _partial(out).unlink(missing_ok=True)
-
-
-def keeper(out: Path | None) -> Callable[[JsonObject], None]:
-    """What `run` wants as `keep`: the sections so far go into a file beside `out`, which stays as it was."""
-    if out is None:
-        return lambda record: None
-    return lambda record: write(record, _partial(out))
-
-
-def _partial(out: Path) -> Path:
-    return out.with_name(f"{out.stem.removesuffix('.partial')}.partial.json")
 
 
 def summary(record: JsonObject) -> list[tuple[str, str]]:
@@ -373,17 +348,6 @@ def _line(section: str, setting: Setting | NetworkSetting, row: Row) -> str:
     parts += [f"{pair} {ratio:.2f}" for pair, ratio in row["ratios"].items()]
     parts += [f"{name} {m['added_mb']:.0f} MB" for name, m in row.get("memory", {}).items()]
     return f"{section}  {setting}  {row['kind']}:  {', '.join(parts)}"
-
-
-def _json(value: Any, depth: int, indent: str = "") -> str:
-    """JSON with one line for every row, so that it is small and two records can be compared."""
-    if depth == 0 or not isinstance(value, dict | list) or not value:
-        return json.dumps(value, ensure_ascii=False)
-    inner = indent + "  "
-    if isinstance(value, list):
-        return "[\n" + ",\n".join(inner + _json(v, 0) for v in value) + f"\n{indent}]"
-    lines = (f"{inner}{json.dumps(k, ensure_ascii=False)}: {_json(v, depth - 1, inner)}" for k, v in value.items())
-    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
 def _circumstances(device: torch.device) -> JsonObject:

@@ -17,8 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import Environment, FunctionLoader, StrictUndefined
-from markupsafe import Markup
+
+try:
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+    from markupsafe import Markup
+except ImportError as error:
+    raise ImportError("the report is made by Jinja2: pip install 'misconv[demo]'") from error
 
 from misconv._store import check_output_folder, check_replaceable, commit, read_json
 from misconv._version import __version__
@@ -30,9 +34,10 @@ from misconv.demo.words import hold_hyphen, hold_percent, percent
 from misconv.paper.pictures import RESPONSE, UNSURE
 from misconv.store import write_bytes
 
-__all__ = ["check_folder", "findings", "verdict", "write_demo"]
+__all__ = ["PAGE", "check_folder", "findings", "numbers", "verdict", "write_demo"]
 
-FILES = ("results.json", "index.html")
+PAGE = "index.html"
+FILES = ("results.json", PAGE)
 EYEBROW = '<p class="eyebrow">misconv demo</p>'  # by it a page is known as ours
 
 
@@ -48,16 +53,15 @@ def write_demo(demo: Demo, folder: Path, *, overwrite: bool = False) -> Path:
     """
     folder = Path(folder)
     check_folder(folder, overwrite=overwrite)
-    facts = _facts(demo)
-    page = _page(demo, facts).encode()
-    numbers = json.dumps(_finite(facts), indent=1, ensure_ascii=False, allow_nan=False).encode()
+    page = _page(demo, _facts(demo)).encode()
+    results = json.dumps(numbers(demo), indent=1, ensure_ascii=False, allow_nan=False).encode()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(error.errno, f"cannot make the folder {folder}: {error.strerror}; choose another one") from error
-    for name, content in zip(FILES, (numbers, page), strict=True):
+    for name, content in zip(FILES, (results, page), strict=True):
         write_bytes(folder / name, content)
-    return folder / FILES[1]
+    return folder / PAGE
 
 
 def check_folder(folder: Path, *, overwrite: bool = False) -> None:
@@ -99,6 +103,12 @@ def verdict(demo: Demo) -> str:
 
 
 # Numbers -----------------------------------------------------------------------------------------------------------
+
+
+def numbers(demo: Demo) -> dict[str, Any]:
+    """All that the report says in numbers and where they come from, as `results.json` holds it."""
+    found: dict[str, Any] = _finite(_facts(demo))
+    return found
 
 
 def _facts(demo: Demo) -> dict[str, Any]:
