@@ -123,7 +123,7 @@ def job(components: int, rank: int, images: Tensor, observed: Tensor, fabric: An
     made = density_job(
         density, images, observed, fabric, batch_size=options.batch_size, learning_rate=0.0,
         objective=options.objective, shape=missing.like(observed), augment=options.augment,
-        validation=min(0.1, 2000 / len(images)), clip=1.0,
+        validation=min(0.1, 2000 / len(images)), clip=1.0, divisor=255,
     )  # fmt: skip
     made.schedule, made.betas = warm_up_cosine(2e-3), (0.9, 0.99)
     return made

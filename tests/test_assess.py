@@ -284,10 +284,21 @@ def test_images_in_every_form_give_the_same(form: str, limit: int | None) -> Non
     assert (limit or 40) * 0.8 < expected.images <= (limit or 40)
 
 
-def test_bytes_count_from_0_to_1() -> None:
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.int64])
+def test_integers_keep_their_values(dtype: torch.dtype) -> None:
     truth = Truth()
-    images = (255 * torch.rand(20, *SHAPE)).to(torch.uint8)
-    assert assess(truth, images) == assess(truth, images.to(torch.get_default_dtype()) / 255)
+    images = (100 * torch.rand(20, *SHAPE)).to(dtype)
+    expected = assess(truth, images.to(torch.get_default_dtype()))
+    assert assess(truth, images) == assess(truth, images.cpu().numpy()) == expected
+    assert assess(truth, list(images)) == expected
+
+
+def test_observed_that_is_inverted_is_noticed() -> None:
+    x, observed = torch.rand(20, *SHAPE), torch.rand(20, 1, *SHAPE[1:]) < 0.6
+    for options in ({}, {"shape": misconv.missing.square}):
+        with pytest.warns(UserWarning, match="what is observed of every image is one constant value") as caught:
+            assess(Truth(), x.masked_fill(~observed, 0.25), ~observed, **options)
+        assert caught[0].filename == __file__
 
 
 def test_the_density_keeps_its_mode_and_its_type() -> None:

@@ -472,8 +472,11 @@ def test_devices_are_named_in_one_sentence() -> None:
 
 def test_types_are_named() -> None:
     net = convert(Net(lambda m, x: m.head(m.act(m.conv(x))))).float()
+    x = torch.rand(1, 3, 8, 8, dtype=torch.float64)
     with pytest.raises(ValueError, match="x must have the dtype of the network, .*float32, got torch.float64"):
-        net(torch.rand(1, 3, 8, 8, dtype=torch.float64))
+        net(MFA.point(x))
+    with pytest.raises(ValueError, match="x must have the dtype of the network, .*float16, got torch.float32"):
+        net.half()(x)
 
 
 # SyncBatchNorm -------------------------------------------------------------------------------------------------------

@@ -17,10 +17,12 @@ from misconv import MFA, SMFA, ConvDMFA, data, fit_density, missing, store
 from misconv._train import engine as _engine
 from misconv._train import session as _session
 from misconv._train.budget import warm_up_cosine
+from misconv._train.densities import density_job
 from misconv._train.engine import Job, train
 from misconv._train.jobs import classifier_job
 from misconv._train.scores import ratio_and_error, ratio_sums
 from misconv.paper.networks import Classifier, misconv_layer
+from misconv.training import fit_classifier
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -567,20 +569,46 @@ def test_the_loss_of_a_classifier(fabric: Fabric, smoothing: float, count: bool)
 
 
 @pytest.mark.parametrize("kind", ["network", "em"])
-def test_bytes_are_numbers_from_0_to_1(kind: str) -> None:
+def test_integers_keep_their_values(kind: str) -> None:
     """And what lies under a missing region is read of neither."""
     images = data.load("digits").train[:96]
     observed = missing.square(96, 8, 8, generator=torch.Generator().manual_seed(0)).cpu()
     garbage = torch.randint(256, images.shape, dtype=torch.uint8, device="cpu")
     results, histories = [], []
-    for x in (images, images.float() / 255, images.where(observed, garbage)):
+    for x in (images, images.to(torch.get_default_dtype()), images.where(observed, garbage), images.to(torch.uint16)):
         torch.manual_seed(0)
         density = SMFA(2, 2) if kind == "em" else ConvDMFA(1, rank=2, widths=(8,), depths=(1,))
         histories.append(fit_density(density, x, observed, epochs=2, batch_size=32, progress=False))
         results.append(density)
-    assert same(results[0], results[1])
-    assert same(results[0], results[2])
-    assert histories[0] == histories[1] == histories[2]
+    assert all(same(results[0], other) for other in results[1:])
+    assert all(histories[0] == other for other in histories[1:])
+
+
+def test_a_job_divides_bytes(fabric: Fabric) -> None:
+    """Which stay bytes in memory."""
+    images = data.load("digits").train[:96]
+    observed = missing.square(96, 8, 8, generator=torch.Generator().manual_seed(0)).cpu()
+    results, histories = [], []
+    for x, divisor in ((images, 255), (images.to(torch.get_default_dtype()) / 255, 1)):
+        torch.manual_seed(0)
+        density = ConvDMFA(1, rank=2, widths=(8,), depths=(1,))
+        job = density_job(density, x, observed, fabric, batch_size=32, learning_rate=1e-3, divisor=divisor)
+        histories.append(train([job], fabric, epochs=2, progress=False))
+        results.append(density)
+    assert same(*results)
+    assert histories[0] == histories[1]
+
+
+def test_a_classifier_gets_integers_as_numbers() -> None:
+    images, labels = data.load("digits").train[:96], data.load("digits").train_labels[:96]
+    results, histories = [], []
+    for x in (images, images.to(torch.get_default_dtype()), images.to(torch.uint16), images.to(torch.int32)):
+        torch.manual_seed(0)
+        network = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 10))
+        histories.append(fit_classifier(network, x, labels, epochs=2, learning_rate=1e-4, progress=False))
+        results.append(network)
+    assert all(same(results[0], other) for other in results[1:])
+    assert all(histories[0] == other for other in histories[1:])
 
 
 # Graphs ------------------------------------------------------------------------------------------------------------

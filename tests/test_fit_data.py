@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from misconv import MFA, SMFA, UNetDMFA, data, fit_density, missing, store
+from misconv._checks import warn_if_inverted
 from misconv._train import budget as _budget
-from misconv._train import images as _images
 from misconv._train import moves as moves_of
 from misconv._train import one_device, scores, streams
 
@@ -98,8 +99,6 @@ def test_forms_of_data_are_the_same_data() -> None:
         assert fit_density(density, Items(form, 48), **options) == history, name
         assert same(density, straight), name
         assert fit_density(small(), DataLoader(Items(form, 48), 32), **options) == first, name
-    bytes_ = (coded().nan_to_num(0) * 255).byte()
-    fit_density(small(), TensorDataset(bytes_, ~coded().isnan()), **options)
 
 
 def test_tensors_may_have_nan_for_what_is_missing() -> None:
@@ -108,10 +107,8 @@ def test_tensors_may_have_nan_for_what_is_missing() -> None:
     history = fit_density(pair, x, observed, **QUICK)
     assert fit_density(alone, x.masked_fill(~observed, math.nan), **QUICK) == history
     assert same(pair, alone)
-    with pytest.raises(
-        TypeError, match="observed must be given beside images of bytes, which have no NaN, got a uint8"
-    ):
-        fit_density(small(), (x * 255).byte(), **QUICK)
+    arrays = small()
+    assert fit_density(arrays, np.ma.masked_array(x.cpu(), ~observed.cpu()), **QUICK) == history
     fit_density(SMFA(2, 1), x.masked_fill(~observed, math.nan), epochs=2, progress=False)
 
 
@@ -629,12 +626,12 @@ ODD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Items(lambda x: x[0]), ValueError, r"images must have shape \(B, C, H, W\)"), (lambda: Items(lambda x: "x"), TypeError, "images must yield NaN-coded images, pairs"),
     (lambda: Items(lambda x: object()), TypeError, "images must yield NaN-coded images, .* default_collate"), (lambda: Items(lambda x: {"x": x}), ValueError, 'images must yield dictionaries with the key "image", got the keys'),
     (lambda: Items(lambda x: ()), ValueError, "images must yield NaN-coded images, .* got an empty"), (lambda: Items(lambda x: (x, 0.5)), ValueError, "observed must have shape"),
-    (lambda: Items(lambda x: (x * 255).nan_to_num().byte()), TypeError, "observed must be given beside images of bytes"), (lambda: TensorDataset(torch.zeros(0, 1, 8, 8)), ValueError, "images must be a Dataset with a length of at least 1, got TensorDataset"),
+    (lambda: Items(lambda x: x > 0), TypeError, "images must be a floating-point image, got a bool"), (lambda: TensorDataset(torch.zeros(0, 1, 8, 8)), ValueError, "images must be a Dataset with a length of at least 1, got TensorDataset"),
     (lambda: Items(lambda x: (x, torch.zeros_like(x))), ValueError, "observed must show every channel somewhere, got none of channel 0"),
     (lambda: Items(lambda x: x.expand(2, 8, 8)), ValueError, "x must have the 1 channels of this density"),
     (lambda: DataLoader(TensorDataset(torch.zeros(0, 1, 8, 8)), 8, sampler=[]), ValueError, "images must yield at least one batch, got none"), (list, ValueError, "images must yield at least one batch, got none"),
     (lambda: iter([coded()]), TypeError, "images must yield its batches anew in every epoch, as a DataLoader, got"), (lambda: [coded(20), coded(20)[:, :, :7]], ValueError, r"images must yield images of one shape, \(1, 8, 8\) as at first, got"),
-    (lambda: {"image": coded()}, TypeError, "images must be a torch.Tensor"), (lambda: coded().numpy(), TypeError, "images must be a torch.Tensor"), (lambda: [3], TypeError, "images must yield NaN-coded"),
+    (lambda: {"image": coded()}, TypeError, "images must be a torch.Tensor"), (lambda: np.zeros((9, 1, 8, 8), bool), TypeError, "images must hold floating-point numbers or integers"), (lambda: [3], TypeError, "images must yield NaN-coded"),
 ]  # fmt: skip
 
 
@@ -693,8 +690,9 @@ def test_observed_that_is_inverted_is_noticed() -> None:
         assert first[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _images.warn_if_inverted(filled.masked_fill(~observed, math.nan), observed)
-        _images.warn_if_inverted(torch.ones(3, 1, 4, 4), torch.ones(3, 1, 4, 4) > 0)  # constant images, all seen
+        warn_if_inverted((filled.masked_fill(~observed, math.nan), observed), stacklevel=1)
+        constant = torch.ones(3, 1, 4, 4), torch.ones(3, 1, 4, 4) > 0
+        warn_if_inverted(constant, stacklevel=1)  # all seen
 
 
 def die() -> Any:

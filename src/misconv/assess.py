@@ -45,8 +45,8 @@ def assess(
 
     Args:
         density: any module or function (x, observed) -> `MFA`.
-        images: (N, C, H, W), with `observed` or with NaN for missing pixels; uint8 counts as 0 to 1. Or a Dataset, a
-            DataLoader or another iterable that gives single images or batches: x with NaN, (x, observed) or
+        images: (N, C, H, W), with `observed` or with NaN for missing pixels; integers keep their values. Or a Dataset,
+            a DataLoader or another iterable that gives single images or batches: x with NaN, (x, observed) or
             ``{"image": x, "observed": observed}``; labels are ignored.
         observed: bool (N, 1, H, W) or (N, C, H, W); None where NaN says it, or `images` is no tensor.
         shape: what is hidden: a generator of `misconv.missing`. By default regions like those that are missing

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from misconv._backend import plain
-from misconv._checks import check_images, check_observed, check_seen_finite, describe, readable
+from misconv._checks import (
+    as_batch,
+    channels_last,
+    check_images,
+    check_observed,
+    check_seen_finite,
+    describe,
+    readable,
+)
 from misconv._convert import (
     Response,
     Search,
@@ -141,12 +149,13 @@ class Converted(nn.Module):
             self.density.eval()
         return self
 
-    def forward(self, x: Tensor | MFA, observed: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(self, x: Any, observed: Any = None, **kwargs: Any) -> Any:
         """What the network returns, expected over the missing pixels at its stem.
 
         Args:
-            x: images (B, C, H, W) in which NaN marks missing pixels; or images and `observed`; or an MFA.
-            observed: bool (B, 1, H, W) or (B, C, H, W), True where the pixel was seen.
+            x: images (B, C, H, W) in which NaN marks missing pixels; or images and `observed`; or an MFA. Images may
+                have any form that `misconv.observe` takes: one is a batch of one, integers get the type of the network.
+            observed: bool (B, 1, H, W) or (B, C, H, W), True where the pixel was seen; of one image also without B.
             kwargs: passed on to the network.
         """
         return self._run(Tracker(answer, self.to_mfa(x, observed), self._stem_now(), self._activation()), kwargs)
@@ -185,23 +194,27 @@ class Converted(nn.Module):
         hooked = any(part is not None and part is not self.network and part._forward_hooks for part in parts)
         return replace(self.stem, kept=True) if hooked and not self.stem.kept else self.stem
 
-    def to_mfa(self, x: Tensor | MFA, observed: Tensor | None = None) -> MFA:
+    def to_mfa(self, x: Any, observed: Any = None) -> MFA:
         """The MFA of the arguments of `forward`."""
         if isinstance(x, MFA):
             if observed is not None:
                 raise TypeError("observed must be None where x is an MFA, which knows what was observed")
             p = x
         else:
-            check_images("x", x)
-            self._check_channels(x)
-            self._check_devices(x, observed)
-            p = self._complete(x, observed) if self.density is None else self._ask(x, observed)
+            ours = first_of(self.network.get_submodule(self.stem.convolution).parameters())
+            images, seen = as_batch(x, observed, ours)
+            check_images("x", images)
+            self._check_channels(images)
+            self._check_devices(images, seen, ours)
+            images = _in_type_of(ours, images)
+            p = self._ask(images, seen) if self.density is not None else self._complete(images, seen, observed)
         self._check_channels(p.means)
         return p
 
-    def _complete(self, x: Tensor, observed: Tensor | None) -> MFA:
-        if observed is not None or (readable(x) and bool(x.isnan().any())):
-            what = "observed" if observed is not None else "x with NaN"
+    def _complete(self, x: Tensor, seen: Tensor | None, observed: object) -> MFA:
+        """The MFA of complete images; `seen` may be there because of `observed`, or because of the images."""
+        if seen is not None or (readable(x) and bool(x.isnan().any())):
+            what = "x with missing pixels" if observed is None else "observed"
             raise ValueError(
                 f"{what} needs a density that says what the missing pixels may be; pass one to "
                 "convert(model, density), or call the network with an MFA"
@@ -221,11 +234,13 @@ class Converted(nn.Module):
         # A network that chooses channels may take more of them than it was tried on; compiled, it repeats its choice.
         flexible = self.stem.selections and not torch.compiler.is_compiling()
         if images.shape[-3] != self.channels and not flexible:
-            raise ValueError(f"x must have the {self.channels} channels that the network reads, got {describe(images)}")
+            raise ValueError(
+                f"x must have the {self.channels} channels that the network reads, got {describe(images)}"
+                f"{channels_last(images, self.channels)}"
+            )
 
-    def _check_devices(self, x: Tensor, observed: Tensor | None) -> None:
+    def _check_devices(self, x: Tensor, observed: Tensor | None, ours: Tensor | None) -> None:
         """All that takes part is on one device; if not, say what is where."""
-        ours = first_of(self.network.get_submodule(self.stem.convolution).parameters())
         theirs = first_of(self.density.parameters()) if isinstance(self.density, nn.Module) else None
         parts = {"x": x, "observed": observed, "the density": theirs, "the network": ours}
         places = [f"{name} on {part.device}" for name, part in parts.items() if isinstance(part, Tensor)]
@@ -245,6 +260,16 @@ class Converted(nn.Module):
 
 
 # Inside ------------------------------------------------------------------------------------------------------------
+
+
+def _in_type_of(weight: Tensor | None, x: Tensor) -> Tensor:
+    """Images in the type of a network's weights, where that is wider, or where the images are float64.
+
+    A network of half precision may scale images before it rounds them, so float32 stays as it is.
+    """
+    if weight is None or not weight.is_floating_point():
+        return x
+    return x.to(torch.promote_types(weight.dtype, torch.float32 if x.dtype == torch.float64 else x.dtype))
 
 
 def _check_model(model: nn.Module, density: nn.Module | None) -> None:

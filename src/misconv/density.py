@@ -14,7 +14,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from misconv._checks import check_images, check_observed, check_seed, check_size, describe, split_nan
+from misconv._checks import (
+    as_batch,
+    channels_last,
+    check_images,
+    check_observed,
+    check_seed,
+    check_size,
+    describe,
+    split_nan,
+)
 from misconv._density import (
     MOST_WEIGHTS,
     Batches,
@@ -111,14 +120,19 @@ class SMFA(nn.Module):
         known = {"components": self.components, "rank": self.rank, "shape": shape}
         return {**known, "prior": self.prior, "bounds": bounds}
 
-    def forward(self, x: Tensor, observed: Tensor | None = None) -> MFA:
-        """The MFA of every image given its observed pixels; without `observed` those that are not NaN."""
+    def forward(self, x: Any, observed: Any = None) -> MFA:
+        """The MFA of every image given its observed pixels; without `observed` those that are not NaN.
+
+        Images may have any form that `misconv.observe` takes; integers get the type of the parameters.
+        """
         if self.means is None:
             raise RuntimeError("this SMFA has no parameters yet; call fit(x, observed) first")
+        x, observed = as_batch(x, observed, self.means)
         check_images("x", x)
         shape = tuple(self.means.shape[1:])
         if x.shape[1:] != shape:
-            raise ValueError(f"x must hold images of {shape}, as this SMFA was fitted to, got {describe(x)}")
+            advice = channels_last(x, shape[0])
+            raise ValueError(f"x must hold images of {shape}, as this SMFA was fitted to, got {describe(x)}{advice}")
         x, observed = split_nan(x, observed)
         check_devices(x, observed, self.means.device)
         observed = check_observed("observed", observed, x)

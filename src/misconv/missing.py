@@ -14,14 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from misconv._checks import (
-    INTEGERS,
-    check_images,
-    check_seen_finite,
-    check_size,
-    describe,
-    read_images,
-)
+from misconv._checks import as_batch, check_images, check_seen_finite, check_size, describe
 from misconv._math import Draw, Like, between, hidden_count, lowest
 
 __all__ = ["channels", "free_form", "hide", "like", "noise", "observe", "square", "stripes", "trapezoid"]
@@ -30,14 +23,15 @@ __all__ = ["channels", "free_form", "hide", "like", "noise", "observe", "square"
 def observe(x: Any, nodata: float | None = None) -> tuple[Tensor, Tensor]:
     """Split coded images into finite values and the pixels that were seen.
 
-    NaN always means missing; so does every value equal to `nodata`, where one is given, and what a masked array of
-    numpy masks. Missing pixels come back as zero. This is the door through which data enters, so values are checked
-    here on every device: a pixel that is infinite yet not declared missing is an error.
+    NaN always means missing; so does every value equal to `nodata`, where one is given, what a masked array of numpy
+    masks, and what is wholly transparent in a PIL image. Missing pixels come back as zero. This is the door through
+    which data enters, so values are checked here on every device: a pixel that is infinite yet not declared missing is
+    an error.
 
     Args:
-        x: images (B, C, H, W), a tensor or a numpy array; or one PIL image (mode L, I, F or RGB), which becomes
-            (1, C, H, W). Integers have no NaN and need `nodata` (without it, all of a PIL image was seen); they come
-            back in torch's default type with the values they had, not divided by 255.
+        x: images (B, C, H, W), a tensor or a numpy array of any real type. (C, H, W) and (H, W) are one image and come
+            back as a batch of one; so does a PIL image, and a list of PIL images of one size is a batch. Integers come
+            back in torch's default type with the values that they had: a byte stays between 0 and 255.
         nodata: the number that stands for "no reading", for example -9999 or ``float("-inf")``.
 
     Returns:
@@ -51,38 +45,23 @@ def observe(x: Any, nodata: float | None = None) -> tuple[Tensor, Tensor]:
         >>> x.tolist()
         [[[[0.5, 0.0], [0.0, 2.0]]]]
     """
-    if nodata is not None and (isinstance(nodata, (bool, np.bool_)) or not isinstance(nodata, Real)):
+    x, seen = as_batch(x, nodata=_check_nodata(nodata))
+    check_images("x", x)
+    seen = ~x.isnan() if seen is None else seen
+    check_seen_finite("x", x, seen, check=x.device.type != "meta")
+    return x.where(seen, 0), seen
+
+
+def _check_nodata(nodata: float | None) -> float | None:
+    if nodata is None:
+        return None
+    if isinstance(nodata, (bool, np.bool_)) or not isinstance(nodata, Real):
         raise TypeError(f"nodata must be a number or None, got {describe(nodata)}")
-    images, absent = read_images(x)
-    if images.dtype in INTEGERS:
-        if nodata is None and absent is None and isinstance(x, (Tensor, np.ndarray)):
-            raise TypeError(f"x must be a floating-point image, got {describe(images)}; integers need nodata")
-        images, seen = _from_integers(images, nodata)
-    else:
-        check_images("x", images)
-        seen = ~images.isnan() if nodata is None else ~images.isnan() & (images != _as_float(nodata))
-    check_images("x", images)
-    seen = seen if absent is None else seen & ~absent
-    check_seen_finite("x", images, seen, check=images.device.type != "meta")
-    return images.where(seen, 0), seen
-
-
-def _as_float(nodata: float) -> float:
     try:
-        return float(nodata)
+        float(nodata)
     except OverflowError:  # an integer of more than 308 digits
         raise ValueError("nodata must be a number that a float can hold, got a larger one") from None
-
-
-def _from_integers(x: Tensor, nodata: float | None) -> tuple[Tensor, Tensor]:
-    """Integers as floating-point numbers, and which of them are not `nodata`."""
-    kind = torch.iinfo(x.dtype)
-    images = x.to(torch.get_default_dtype())
-    if nodata is None:
-        return images, torch.ones_like(x, dtype=torch.bool)
-    if nodata != nodata or not kind.min <= nodata <= kind.max or nodata != int(nodata):
-        raise ValueError(f"nodata must be an integer that {kind.dtype} can hold, as x does, got {describe(nodata)}")
-    return images, x.long() != int(nodata)
+    return nodata
 
 
 def square(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ class Prediction:
 
 def predictive(
     network: Callable[[MFA], Tensor],
-    p: MFA | Tensor,
+    p: Any,
     samples: int = 32,
     *,
     generator: torch.Generator | None = None,
@@ -38,8 +39,8 @@ def predictive(
 
     Args:
         network: takes an MFA and returns logits (B, classes), for example a network from `misconv.convert`.
-        p: the images, as their density describes them; or, for a network that was converted with a density, the images
-            themselves, with NaN where they are missing.
+        p: the images, as their density describes them (an `MFA`); or, for a network that was converted with a density,
+            the images themselves, with NaN where they are missing, in any form that `misconv.observe` takes.
         samples: completions to draw; the error of all results falls with their root.
         generator: source of randomness.
 
@@ -56,7 +57,7 @@ def predictive(
     if not callable(network):
         raise TypeError(f"network must be a module or function MFA -> logits (B, classes), got {describe(network)}")
     ask = getattr(network, "to_mfa", None)
-    if isinstance(p, Tensor) and ask is not None:
+    if ask is not None and not isinstance(p, MFA):
         with torch.no_grad():
             p = ask(p)
     if not isinstance(p, MFA):

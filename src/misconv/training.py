@@ -111,9 +111,9 @@ def fit_density(
 
     Args:
         density: a module (x, observed) -> MFA; trained in place.
-        images: (N, C, H, W); uint8 counts as 0 to 1. Or a map-style Dataset, or a DataLoader, that yields images with
-            NaN where they are missing, pairs (x, observed), or dictionaries with "image" and, unless it has NaN,
-            "observed"; labels and other keys are ignored.
+        images: (N, C, H, W), a tensor or an array; integers keep their values. Or a map-style Dataset, or a DataLoader,
+            that yields images with NaN where they are missing, pairs (x, observed), or dictionaries with "image" and,
+            unless it has NaN, "observed"; labels and other keys are ignored.
         observed: bool (N, 1, H, W) or (N, C, H, W); None where missing pixels of `images` are NaN.
         epochs, steps, minutes: how long, one of them: passes over the images (for an `SMFA` the largest number of EM
             iterations), steps of Adam, or time. By default 100 epochs, but at least 300 steps and at most 2,000.
@@ -206,7 +206,7 @@ def _source(
         least = smallest_batch(density, fabric.world_size, synchronize=True)
         source = stream_of(images, fabric, workers=workers, least=least, **options)
     if fabric.global_rank == 0:
-        warn_if_inverted(*source.some())
+        warn_if_inverted(source.some(), stacklevel=_WRAPPED + 1)
     return source
 
 

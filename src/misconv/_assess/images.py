@@ -13,18 +13,20 @@ from torch.utils.data import Dataset, IterableDataset
 
 from misconv._checks import (
     IMAGE_FORMS,
+    as_batch,
+    as_observed,
     check_images,
     check_observed,
     check_seen_finite,
     describe,
-    read_images,
     unpack_images,
+    warn_if_inverted,
 )
 from misconv.missing import hide, like
 
 __all__ = ["batches", "hide_more"]
 
-# From so many images the regions are taken, before the first batch is assessed.
+# From so many images the regions are taken, before the first batch is assessed; and whether `observed` is inverted.
 _LOOK_AHEAD = 256
 
 Batch = tuple[Tensor, Tensor]  # x, 0 where not observed, and observed
@@ -44,15 +46,15 @@ def hide_more(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Batches with what stays observed as a third, without images of which nothing is hidden, or nothing would stay."""
     generator = torch.Generator("cpu").manual_seed(seed)
-    if shape is None:
-        ahead, count = [], 0
-        for batch in stream:
-            ahead.append(batch)
-            count += len(batch[0])
-            if count >= _LOOK_AHEAD:
-                break
-        stream, shape = chain(ahead, stream), _regions(ahead)
-    for x, observed in stream:
+    ahead, count = [], 0
+    for batch in stream:
+        ahead.append(batch)
+        count += len(batch[0])
+        if count >= _LOOK_AHEAD:
+            break
+    warn_if_inverted(*ahead, stacklevel=4)  # whoever called assess, through a decorator
+    shape = _regions(ahead) if shape is None else shape
+    for x, observed in chain(ahead, stream):
         less = hide(observed, shape, fraction=fraction, generator=generator)
         rows = (less.flatten(1).any(1) & (observed & ~less).flatten(1).any(1)).nonzero().squeeze(1)
         if len(rows):
@@ -104,7 +106,7 @@ def _items(images: Any, observed: Any, batch_size: int) -> Iterable[Any]:
 def _pieces(images: Tensor | np.ndarray[Any, Any], observed: Any, size: int) -> Iterator[Any]:
     """Parts of a tensor and its `observed`, so that not all of it is converted at once."""
     if observed is not None and isinstance(images, Tensor):
-        observed = check_observed("observed", _as_tensor(observed), images, check=True)
+        observed = check_observed("observed", as_observed(observed, images), images, check=True)
     for start in range(0, len(images), size):
         part = slice(start, start + size)
         yield images[part], None if observed is None else observed[part]
@@ -115,19 +117,8 @@ def _read(item: Any) -> Batch:
     x, observed = unpack_images(item)
     if not isinstance(x, (Tensor, np.ndarray)):
         raise TypeError(f"images must yield {IMAGE_FORMS}, as tensors or arrays, got {describe(x)}")
-    x, absent = read_images(x)
-    observed = _as_tensor(observed)
-    if x.dim() == 3:
-        x, absent = x.unsqueeze(0), None if absent is None else absent.unsqueeze(0)
-        observed = observed.unsqueeze(0) if isinstance(observed, Tensor) and observed.dim() == 3 else observed
-    if x.dtype == torch.uint8:
-        x = x.to(torch.get_default_dtype()) / 255
+    x, observed = as_batch(x, observed, name="images")
     check_images("images", x)
     seen = ~x.isnan() if observed is None else check_observed("observed", observed, x, check=True)
-    seen = seen if absent is None else seen & ~absent
     check_seen_finite("images", x, seen, check=True)
     return x.detach().where(seen, 0), seen
-
-
-def _as_tensor(observed: Any) -> Any:
-    return torch.tensor(observed, device="cpu") if isinstance(observed, np.ndarray) else observed

@@ -3,12 +3,15 @@
 from misconv._checks.conversions import (
     IMAGE_FORMS,
     INTEGERS,
+    as_batch,
+    as_observed,
     as_rows,
     generator_device,
     read_images,
     unpack_images,
 )
 from misconv._checks.tensors import (
+    channels_last,
     check_dense,
     check_fraction,
     check_images,
@@ -24,12 +27,16 @@ from misconv._checks.tensors import (
     describe,
     readable,
     split_nan,
+    warn_if_inverted,
 )
 
 __all__ = [
     "IMAGE_FORMS",
     "INTEGERS",
+    "as_batch",
+    "as_observed",
     "as_rows",
+    "channels_last",
     "check_dense",
     "check_fraction",
     "check_images",
@@ -48,4 +55,5 @@ __all__ = [
     "readable",
     "split_nan",
     "unpack_images",
+    "warn_if_inverted",
 ]

@@ -7,6 +7,7 @@ wait for its host and breaks a traced graph, so by default they run for plain CP
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Mapping
 from enum import Enum
 from pathlib import PurePath
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from misconv.mfa import MFA
 
 __all__ = [
+    "channels_last",
     "check_dense",
     "check_fraction",
     "check_images",
@@ -41,7 +43,9 @@ __all__ = [
     "is_integer",
     "is_number",
     "readable",
+    "seems_inverted",
     "split_nan",
+    "warn_if_inverted",
 ]
 
 _LONGEST = 60  # characters of a value in a message
@@ -225,11 +229,16 @@ def check_images(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be a torch.Tensor of images (B, C, H, W), got {describe(x)}")
     if not x.is_floating_point():
         raise TypeError(
-            f"{name} must be a floating-point image, got {describe(x)}; convert it, for example {name}.float() / 255"
+            f"{name} must be a floating-point image, got {describe(x)}; convert it, for example {name}.float()"
         )
     check_dense(name, x)
     if x.dim() != 4 or 0 in x.shape:
         raise ValueError(f"{name} must have shape (B, C, H, W) with no empty dimension, got {describe(x)}")
+
+
+def channels_last(x: Tensor, channels: int) -> str:
+    """What to add to a message about images whose last dimension seems to hold their channels."""
+    return "; channels come before height and width" if x.shape[-1] == channels != x.shape[-3] else ""
 
 
 def split_nan(x: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -272,12 +281,35 @@ def check_seen_finite(name: str, x: Tensor, seen: Tensor, *, check: bool | None 
     """Every pixel of `x` where `seen` is True is a finite number."""
     if not readable(x, seen, check=check):
         return
-    bad = ~x.isfinite() & seen
+    finite = x.isfinite()
+    bad = ~finite & seen
     if bad.any():
         place = tuple(int(i) for i in bad.nonzero()[0])
+        advice = "mark missing pixels as not observed, as misconv.observe does for NaN"
+        if finite.any() and not (finite & seen).any():
+            advice = "observed must be True where a pixel was seen, and it may be inverted here"
         raise ValueError(
             f"{name} must be finite wherever it is observed, got {x[place].item()} at {place} and "
-            f"{int(bad.sum())} such values in all; mark missing pixels as not observed, as misconv.observe does for NaN"
+            f"{int(bad.sum())} such values in all; {advice}"
+        )
+
+
+def seems_inverted(x: Tensor, observed: Tensor) -> bool:
+    """Whether all that is seen of every image is one value; values that are not seen are not looked at."""
+    seen = observed.expand(x.shape)
+    counted = seen.flatten(1).sum(1) > 1
+    high = x.masked_fill(~seen, -torch.inf).flatten(1).amax(1)
+    low = x.masked_fill(~seen, torch.inf).flatten(1).amin(1)
+    return bool(counted.any()) and bool((high == low)[counted].all()) and not bool(seen.all())
+
+
+def warn_if_inverted(*batches: tuple[Tensor, Tensor], stacklevel: int) -> None:
+    """Warn where `observed` seems to be inverted in all of these batches (x, observed)."""
+    if batches and all(seems_inverted(x, observed) for x, observed in batches):
+        warnings.warn(
+            "what is observed of every image is one constant value: observed must be True where a pixel was seen, and "
+            "it may be inverted here",
+            stacklevel=stacklevel + 1,
         )
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from misconv._checks import check_images, describe
+from misconv._checks import as_batch, channels_last, check_images, describe
 from misconv._density.bounds import Bounds
 from misconv._density.network import (
     MOST_WEIGHTS,
@@ -76,11 +76,18 @@ class LinearDMFA(DensityNetwork):
         """The arguments that make another one like this."""
         return {"shape": list(self.shape), **self._settings()}
 
-    def forward(self, x: Tensor, observed: Tensor | None = None) -> MFA:
-        """The MFA of every image given its observed pixels; without `observed` those that are not NaN."""
+    def forward(self, x: Any, observed: Any = None) -> MFA:
+        """The MFA of every image given its observed pixels; without `observed` those that are not NaN.
+
+        Images may have any form that `misconv.observe` takes; integers get the type of the parameters.
+        """
+        x, observed = as_batch(x, observed, self.center)
         check_images("x", x)
         if tuple(x.shape[1:]) != self.shape:
-            raise ValueError(f"x must hold images of {self.shape}, as this density was made for, got {describe(x)}")
+            advice = channels_last(x, self.channels)
+            raise ValueError(
+                f"x must hold images of {self.shape}, as this density was made for, got {describe(x)}{advice}"
+            )
         x, observed = self._arguments(x, observed)
         inside = self._input(x, observed)
         features = self.features(inside)
@@ -158,8 +165,11 @@ class ConvDMFA(DensityNetwork):
         layers = {"widths": list(self.widths), "depths": list(self.depths)}
         return {"channels": self.channels, **layers, **self._settings(), "skips": self.skips}
 
-    def forward(self, x: Tensor, observed: Tensor | None = None) -> MFA:
-        """The MFA of every image given its observed pixels; without `observed` those that are not NaN."""
+    def forward(self, x: Any, observed: Any = None) -> MFA:
+        """The MFA of every image given its observed pixels; without `observed` those that are not NaN.
+
+        Images may have any form that `misconv.observe` takes; integers get the type of the parameters.
+        """
         x, observed = self._arguments(x, observed)
         inside = self._input(x, observed)
         height, width = x.shape[2:]

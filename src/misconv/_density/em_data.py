@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from misconv._checks import check_images, check_observed, check_seen_finite, describe
+from misconv._checks import as_batch, check_images, check_observed, check_seen_finite, describe
 
 __all__ = [
     "Batches",
@@ -93,9 +93,11 @@ def pairs(
         for batch in x:
             if not isinstance(batch, (tuple, list)) or len(batch) != 2:
                 raise TypeError(f"x must yield pairs (x, observed), got {_kind(batch)}")
-            check_images("x", batch[0])
-            yield batch[0].to(device), _checked(*batch).to(device)
+            some, seen = as_batch(*batch)
+            check_images("x", some)
+            yield some.to(device), _checked(some, seen).to(device)
         return
+    x, observed = as_batch(x, observed)
     check_images("x", x)
     if observed is None:
         raise TypeError("observed must be a bool tensor beside images, got None")
@@ -120,10 +122,10 @@ def _kind(value: object) -> str:
     return describe(value) if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def _checked(x: Tensor, observed: Tensor) -> Tensor:
-    observed = check_observed("observed", observed, x)
-    check_seen_finite("x", x, observed, check=True)  # on every device: EM waits for sums anyway
-    return observed
+def _checked(x: Tensor, observed: Any) -> Tensor:
+    seen = check_observed("observed", observed, x)
+    check_seen_finite("x", x, seen, check=True)  # on every device: EM waits for sums anyway
+    return seen
 
 
 def flatten(x: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:

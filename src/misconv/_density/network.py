@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from misconv._checks import check_images, check_observed, check_seen_finite, check_size, describe, split_nan
+from misconv._checks import (
+    as_batch,
+    channels_last,
+    check_images,
+    check_observed,
+    check_seen_finite,
+    check_size,
+    describe,
+    split_nan,
+)
 from misconv._density.bounds import Bounds, bound, check_bounds, with_margin
 from misconv._density.em_data import (
     add_over_processes,
@@ -111,13 +120,15 @@ class DensityNetwork(nn.Module):
         """Check images and what is seen of them; `observed` as bool."""
         check_images("x", x)
         if x.shape[1] != self.channels:
-            raise ValueError(f"x must have the {self.channels} channels of this density, got {describe(x)}")
+            advice = channels_last(x, self.channels)
+            raise ValueError(f"x must have the {self.channels} channels of this density, got {describe(x)}{advice}")
         observed = check_observed("observed", observed, x)
         check_seen_finite("x", x, observed)
         return observed
 
-    def _arguments(self, x: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Images in the type of the result, and `observed` as bool; without it NaN says what is missing."""
+    def _arguments(self, x: Any, observed: Any) -> tuple[Tensor, Tensor]:
+        """Images in any form in the type of the result, and `observed` as bool; without it NaN says what is missing."""
+        x, observed = as_batch(x, observed, self.center)
         check_images("x", x)
         x, observed = split_nan(x, observed)
         check_devices(x, observed, self.center.device)

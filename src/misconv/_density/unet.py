@@ -94,8 +94,11 @@ class UNetDMFA(DensityNetwork):
         sizes = {"widths": list(self.widths), "depths": list(self.depths), "patch": self.patch}
         return {"channels": self.channels, **sizes, **self._settings()}
 
-    def forward(self, x: Tensor, observed: Tensor | None = None) -> MFA:
-        """The MFA of every image given its observed pixels; without `observed` those that are not NaN."""
+    def forward(self, x: Any, observed: Any = None) -> MFA:
+        """The MFA of every image given its observed pixels; without `observed` those that are not NaN.
+
+        Images may have any form that `misconv.observe` takes; integers get the type of the parameters.
+        """
         x, observed = self._arguments(x, observed)
         # A look at the values would make a GPU wait, and cannot be traced. What learns has a gradient for any batch.
         learns = torch.is_grad_enabled() and self.head.weight.requires_grad

@@ -49,12 +49,17 @@ def density_job(
     validation: float = 0.1,
     seed: int = 0,
     clip: float | None = 5.0,
+    divisor: float = 1.0,
 ) -> Job:
-    """The training of a density on tensors; the arguments are those of `misconv.fit_density`."""
+    """The training of a density on tensors; the arguments are those of `misconv.fit_density`.
+
+    Bytes are divided by `divisor`.
+    """
     images, observed = check_incomplete(images, observed)
     check_density_arguments(objective, mse_epochs, fraction, validation)
     seed, batch_size = check_seed("seed", seed), check_size("batch_size", batch_size)
-    source = TensorImages(images, observed, fabric, validation=validation, batch_size=batch_size, seed=seed)
+    options: dict[str, Any] = {"validation": validation, "batch_size": batch_size, "seed": seed, "divisor": divisor}
+    source = TensorImages(images, observed, fabric, **options)
     training = DensityTraining(density, source, Holes(shape, fraction, seed, augment), fabric, objective, mse_epochs)
     return training.job(learning_rate=learning_rate, validation=validation, seed=seed, clip=clip)
 

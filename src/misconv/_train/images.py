@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from misconv._checks import check_images, check_observed, check_seen_finite, describe
+from misconv._checks import (
+    INTEGERS,
+    as_observed,
+    check_images,
+    check_observed,
+    check_seen_finite,
+    describe,
+    read_images,
+    warn_if_inverted,
+)
 from misconv._train.batches import generator
 from misconv._train.identity import fingerprint, identify, identify_data
 from misconv._train.moves import apply_moves, draw_moves
@@ -19,7 +27,7 @@ from misconv.missing import hide
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["Holes", "TensorImages", "as_floats", "check_incomplete", "fits", "warn_if_inverted"]
+__all__ = ["Holes", "TensorImages", "as_floats", "check_incomplete", "compact", "fits", "warn_if_inverted"]
 
 _HOLES = 200_000  # the holes of an epoch are drawn apart from its order
 _MOST_LOOKED_AT = 4096  # images
@@ -85,6 +93,7 @@ class TensorImages:
 
     Args:
         validation: the share of images that is set aside.
+        divisor: what bytes are divided by, which stay bytes in memory.
 
     Attributes:
         size: how many images there are to learn from. held_size: how many are set aside.
@@ -92,9 +101,17 @@ class TensorImages:
     """
 
     def __init__(
-        self, images: Tensor, observed: Tensor, fabric: Fabric, *, validation: float, batch_size: int, seed: int
+        self,
+        images: Tensor,
+        observed: Tensor,
+        fabric: Fabric,
+        *,
+        validation: float,
+        batch_size: int,
+        seed: int,
+        divisor: float = 1.0,
     ) -> None:
-        self.fabric = fabric
+        self.fabric, self.divisor = fabric, divisor
         self.held_size = round(validation * len(images))
         self.size = len(images) - self.held_size
         if self.size == 0:
@@ -116,7 +133,8 @@ class TensorImages:
     @property
     def settings(self) -> dict[str, Any]:
         """What a checkpoint says of them in words."""
-        return {"images": list(self.given[0].shape)}
+        bytes_ = {"divisor": self.divisor} if self.given[0].dtype == torch.uint8 else {}
+        return {"images": list(self.given[0].shape), **bytes_}
 
     def identify(self) -> str:
         """A fingerprint of them."""
@@ -125,12 +143,12 @@ class TensorImages:
     def sample(self) -> tuple[Tensor, Tensor]:
         """The images to measure mean, deviation and range of."""
         images, observed, rows = self.given
-        return as_floats(images[rows]), observed[rows]
+        return as_floats(images[rows], self.divisor), observed[rows]
 
     def some(self) -> tuple[Tensor, Tensor]:
         """Images to look at, and what is seen of them."""
         images, observed, _ = self.given
-        return as_floats(images[:_MOST_LOOKED_AT]), observed[:_MOST_LOOKED_AT]
+        return as_floats(images[:_MOST_LOOKED_AT], self.divisor), observed[:_MOST_LOOKED_AT]
 
     def regions(self) -> Tensor:
         """`observed` of many images, to see what regions are missing."""
@@ -152,7 +170,7 @@ class TensorImages:
     def take(self, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Images of a batch, what is seen of them and what is shown; of several processes each takes its share."""
         mine = self.rows[indices[self.fabric.global_rank :: self.fabric.world_size]]
-        x, seen, known = as_floats(self.images[mine]), self.observed[mine], self.known[mine]
+        x, seen, known = as_floats(self.images[mine], self.divisor), self.observed[mine], self.known[mine]
         if self.moves is None:
             return x, seen, known
         x, seen, known = apply_moves(self.moves[mine], x, seen, known)
@@ -161,7 +179,7 @@ class TensorImages:
     def take_held(self, part: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Some of the images that were set aside."""
         rows = self.held[part]
-        return as_floats(self.images[rows]), self.observed[rows]
+        return as_floats(self.images[rows], self.divisor), self.observed[rows]
 
     def held_observed(self) -> Tensor:
         """What is seen of all of these."""
@@ -176,48 +194,38 @@ def fits(fabric: Fabric, *tensors: Tensor | None) -> bool:
     return 2 * needed < torch.cuda.mem_get_info(fabric.device)[0]
 
 
-def as_floats(images: Tensor) -> Tensor:
-    """Images as floating-point numbers; bytes from 0 to 255 become numbers from 0 to 1.
+def as_floats(images: Tensor, divisor: float = 1.0) -> Tensor:
+    """Integers as floating-point numbers of the same value, or of that value divided by a number; others as they are.
 
     Example:
-        >>> as_floats(torch.tensor([0, 51, 255], dtype=torch.uint8))
-        tensor([0.0000, 0.2000, 1.0000])
+        >>> bytes_ = torch.tensor([0, 51, 255], dtype=torch.uint8)
+        >>> as_floats(bytes_), as_floats(bytes_, 255)
+        (tensor([  0.,  51., 255.]), tensor([0.0000, 0.2000, 1.0000]))
     """
-    if not _is_bytes(images):
+    if images.dtype not in INTEGERS:
         return images
+    floats = images.to(torch.get_default_dtype())
     # By a tensor on the device: with a number a GPU multiplies by 1/255, which has another last bit.
-    return images.to(torch.get_default_dtype()) / torch.full((), 255.0, device=images.device)
+    return floats if divisor == 1 else floats / torch.full((), float(divisor), device=images.device)
 
 
-def _is_bytes(images: Tensor) -> bool:
-    return isinstance(images, Tensor) and images.dtype == torch.uint8
+def compact(images: Tensor) -> Tensor:
+    """Integers in the form in which they are kept: bytes, which need little memory, or floating-point numbers."""
+    return images if images.dtype == torch.uint8 else as_floats(images)
 
 
-def check_incomplete(images: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Images, floating point or bytes, and what is observed of them as bool; None: what is not NaN."""
-    if not _is_bytes(images):
+def check_incomplete(images: Any, observed: Any) -> tuple[Tensor, Tensor]:
+    """Images, `compact`, and what is observed of them as bool; where nobody says it, all that is not NaN."""
+    images, seen = read_images(images, "images")
+    images = compact(images)
+    if images.dtype != torch.uint8:
         check_images("images", images)
     elif images.dim() != 4 or 0 in images.shape:
         raise ValueError(f"images must have shape (N, C, H, W) with no empty dimension, got {describe(images)}")
     if observed is None:
-        if _is_bytes(images):
-            raise TypeError(f"observed must be given beside images of bytes, which have no NaN, got {describe(images)}")
-        observed = ~images.isnan()
-    observed = check_observed("observed", observed, images, check=True)
-    if not _is_bytes(images):
+        observed = ~images.isnan() if images.is_floating_point() else torch.ones_like(images[:, :1], dtype=torch.bool)
+    observed = check_observed("observed", as_observed(observed, images), images, check=True)
+    observed = observed if seen is None else observed & seen
+    if images.is_floating_point():
         check_seen_finite("images", images, observed, check=True)
     return images.detach(), observed
-
-
-def warn_if_inverted(x: Tensor, observed: Tensor) -> None:
-    """Warn where all that is seen of every image is one value; values that are not seen are not looked at."""
-    seen = observed.expand(x.shape)
-    counted = seen.flatten(1).sum(1) > 1
-    high = x.masked_fill(~seen, -torch.inf).flatten(1).amax(1)
-    low = x.masked_fill(~seen, torch.inf).flatten(1).amin(1)
-    if counted.any() and bool((high == low)[counted].all()) and not bool(seen.all()):
-        warnings.warn(
-            "what is observed of every image is one constant value: observed must be True where a pixel was seen, and "
-            "it may be inverted here",
-            stacklevel=6,  # whoever called fit_density, through two decorators
-        )

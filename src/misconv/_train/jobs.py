@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from misconv._checks import check_dense, check_seed, check_size, describe
 from misconv._torch import pytree
 from misconv._train.identity import fingerprint, identify_data
-from misconv._train.images import as_floats, fits
+from misconv._train.images import as_floats, compact, fits
 from misconv._train.loan import check_trainable
 from misconv._train.running import Job, Rate
 from misconv._train.session import EpochRecord
@@ -140,10 +140,14 @@ def cosine_schedule(rate: float, epochs: int) -> Callable[[int], float]:
 
 
 def _taker(inputs: Inputs | None, device: torch.device, resident: bool) -> Callable[[Tensor], Any]:
-    """From indices to the inputs of these images, on the device."""
+    """From indices to the inputs of these images, on the device; integers are floating-point numbers there."""
     if callable(inputs):
         return inputs
-    data = pytree.tree_map(lambda t: t.to(device) if resident and isinstance(t, Tensor) else t, inputs)
+
+    def stored(t: Any) -> Any:
+        return compact(t.to(device) if resident else t) if isinstance(t, Tensor) else t
+
+    data = pytree.tree_map(stored, inputs)
 
     def take(indices: Tensor) -> Any:
         def rows(t: Tensor | None) -> Tensor | None:

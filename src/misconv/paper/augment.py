@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from misconv import missing
 from misconv._train import as_floats
 from misconv.mfa import MFA
-from misconv.paper.inputs import CachedMFA, IncompleteImages
+from misconv.paper.inputs import BYTE, CachedMFA, IncompleteImages
 
 __all__ = ["EXTRA", "Augmented", "Versions"]
 
@@ -126,7 +126,7 @@ class Versions:
 
 def _usual(data: IncompleteImages) -> tuple[Tensor, Tensor]:
     """Mean and variance of every pixel, (C, H·W) each, over the images that show it; of its channel, if none does."""
-    values, seen = as_floats(data.images).flatten(2), data.observed.flatten(2)
+    values, seen = as_floats(data.images, BYTE).flatten(2), data.observed.flatten(2)
     count = seen.sum(0)  # (1, H·W)
 
     def average(of: Tensor) -> Tensor:

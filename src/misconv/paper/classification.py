@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from misconv import missing, store
 from misconv._store import commit, device_name, versions
-from misconv._train import Job, classifier_job, count_right, train
+from misconv._train import Job, as_floats, classifier_job, count_right, train
 from misconv.data import ImageSet
 from misconv.density import SMFA, ConvDMFA
 from misconv.layers import MisConv2d
 from misconv.paper.cache import Cache, as_json, key
 from misconv.paper.densities import TITLES, DensitySettings, job_of, make_density
-from misconv.paper.inputs import CachedMFA, IncompleteImages, Take
+from misconv.paper.inputs import BYTE, CachedMFA, IncompleteImages, Take
 from misconv.paper.methods import Method, method_named
 from misconv.paper.networks import Classifier
 from misconv.paper.scores import Record
@@ -185,9 +185,10 @@ class Experiment:
         checkpoint = self.cache.running(settings)
         if isinstance(density, SMFA):
             # What is missing was erased, so that no method can read it; bytes have no NaN.
+            x = as_floats(self.train.images, BYTE)
             history = fit_density(
-                density, self.train.images, self.train.observed, epochs=chosen.epochs, checkpoint=checkpoint,
-                fabric=self.fabric, progress=self.progress,
+                density, x, self.train.observed, epochs=chosen.epochs, checkpoint=checkpoint, fabric=self.fabric,
+                progress=self.progress,
             )  # fmt: skip
             seconds = time.perf_counter() - clock
         else:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from misconv import missing
 from misconv._train import Job, cosine_schedule, density_job
 from misconv.density import SMFA, ConvDMFA, LinearDMFA
-from misconv.paper.inputs import IncompleteImages
+from misconv.paper.inputs import BYTE, IncompleteImages
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -62,6 +62,7 @@ def job_of(density: nn.Module, settings: DensitySettings, data: IncompleteImages
         density, data.images, data.observed, fabric, batch_size=settings.batch_size,
         learning_rate=learning_rate_of(settings), objective=settings.objective, mse_epochs=settings.mse_epochs,
         clip=settings.clip, shape=several if settings.shapes == "several" else missing.square,
+        divisor=BYTE,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from misconv.layers import MisConv2d
 from misconv.mfa import MFA
 from misconv.paper import figures
 from misconv.paper.classification import Experiment
+from misconv.paper.inputs import BYTE
 from misconv.paper.settings import SHAPES
 
 __all__ = ["check_drawable", "illustrate"]
@@ -26,7 +27,7 @@ def illustrate(experiment: Experiment, folder: Path, count: int = 6) -> list[Pat
     """Write masks.png, imputations.png and first-layer.png into a folder; trains what they need and is not there."""
     count = min(count, len(experiment.data.test))
     shown = torch.arange(count, device=experiment.device)
-    truth = as_floats(experiment.data.test[:count].to(experiment.device))
+    truth = as_floats(experiment.data.test[:count].to(experiment.device), BYTE)
     x, observed = experiment.test.at(shown)
     with torch.enable_grad():
         smfa, dmfa = (experiment.density(kind)(x, observed) for kind in ("smfa", "dmfa"))

@@ -17,11 +17,12 @@ from misconv import impute
 from misconv._train import as_floats
 from misconv.mfa import MFA
 
-__all__ = ["CachedMFA", "IncompleteImages", "Take", "filled", "point", "zeros_and_mask"]
+__all__ = ["BYTE", "CachedMFA", "IncompleteImages", "Take", "filled", "point", "zeros_and_mask"]
 
 Take = Callable[[Tensor], Any]  # indices (B,) -> what the network takes of these images
 CHUNK = 128  # images that a density sees at a time
 LEAST = 1e-7  # a component with less weight is lost in the rounding of float32
+BYTE = 255  # what a byte is divided by, to be a number from 0 to 1
 NEVER = -1e4  # the logarithm of a weight that is 0 in any arithmetic
 
 
@@ -50,7 +51,7 @@ class IncompleteImages:
 
     def at(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Some of the images as numbers from 0 to 1, and what is observed of them."""
-        x, observed = as_floats(self.images[indices]), self.observed[indices]
+        x, observed = as_floats(self.images[indices], BYTE), self.observed[indices]
         return (x.where(observed, self.filler) if self.filler != 0 else x), observed  # erased pixels are 0 already
 
 
