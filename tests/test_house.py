@@ -63,13 +63,19 @@ MAY_IMPORT = {
         "mfa", "missing", "paper", "store", "training",
     },
     "sklearn": {"torch", "numpy", "sklearn", "_train", "density", "training"},
-    "images": {"torch", "numpy", "_files", "_store", "_train", "assess", "density", "store", "training"},
+    "images": {
+        "torch", "numpy", "safetensors", "timm", "torchmetrics", "torchvision", "_files", "_store", "_train", "assess",
+        "convert", "density", "layers", "predict", "store", "training", "transforms",
+    },
     "_terminal": {"rich", "typer"},
     "_doctor": {"torch", "_backend", "_store", "functional", "mfa"},
-    "cli_images": {"torch", "typer", "rich", "_store", "_terminal", "data", "images", "store"},
+    "cli_options": {"torch", "typer", "rich", "_store", "_terminal", "_train", "data", "images", "store"},
+    "cli_images": {"typer", "_terminal", "cli_options", "data", "images", "store"},
+    "cli_classifier": {"typer", "_terminal", "cli_options", "images", "store"},
     "cli_tables": {"rich"},
     "cli": {
-        "torch", "typer", "rich", "_doctor", "_terminal", "_version", "bench", "cli_images", "cli_tables", "demo", "paper",
+        "torch", "typer", "rich", "_doctor", "_terminal", "_version", "bench", "cli_classifier", "cli_images",
+        "cli_tables", "demo", "paper",
     },
     "__init__": {
         "_backend", "_version", "assess", "convert", "density", "functional", "impute", "layers", "mfa", "missing", "predict",

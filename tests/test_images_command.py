@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -208,3 +209,22 @@ def test_a_stopped_fit_goes_on(pictures: Path, tmp_path: Path) -> None:
     assert again.exit_code == 0, again.output
     assert density.exists()
     assert not checkpoint.exists()
+
+
+def test_several_processes_share_the_files(pictures: Path, tmp_path: Path) -> None:
+    """By torchrun: together they learn one density, each fills its share, and the first one alone speaks."""
+    (pictures / "broken.png").write_bytes((pictures / "0.png").read_bytes()[:90])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "misconv"]
+    command = [*launch, "impute", str(pictures), "-o", str(tmp_path / "out"), "--sd", str(tmp_path / "sd"), *QUICK]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == f"8 filled, 1 failed. Images: {tmp_path / 'out'}\n"
+    assert done.stderr.count("broken.png is damaged") == 1
+    assert "Initializing distributed" not in done.stderr
+    assert len(list((tmp_path / "out").glob("*.png"))) == len(list((tmp_path / "sd").glob("*.npy"))) == 8
+    assert len(json.loads((tmp_path / "out" / "misconv-impute.json").read_text())["done"]) == 8
+    alone = call("impute", pictures, "-o", tmp_path / "alone", "--density", tmp_path / "out" / "density.safetensors", "--device", "cpu")  # fmt: skip
+    assert alone.exit_code == 1
+    for path in (tmp_path / "alone").glob("*.png"):
+        assert np.array_equal(Image.open(path), Image.open(tmp_path / "out" / path.name))

@@ -20,6 +20,7 @@ EXTRAS = {
     "files": ("PIL", "rasterio"),
     "demo": ("sklearn", "typer"),
     "vision": ("torchvision",),
+    "timm": ("timm",),
     "figures": ("matplotlib",),
     "paper": ("scipy", "torchmetrics"),
 }

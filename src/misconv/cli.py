@@ -25,7 +25,7 @@ except ImportError as error:
     print(f"misconv: the command line needs {error.name}: pip install 'misconv[demo]'", file=sys.stderr)
     raise SystemExit(2) from error
 
-from misconv import cli_images
+from misconv import cli_classifier, cli_images
 from misconv._terminal import EXIT_CODES, interruptible, note, print_json, refuse, report_errors
 from misconv.cli_tables import console_for, demo_tables, paper_tables
 
@@ -113,6 +113,9 @@ def misconv(
 app.command()(cli_images.fit)
 app.command(short_help="Fill the holes of images, each file in its own format.")(cli_images.impute)
 app.command(short_help="Tell how far a density can be believed.")(cli_images.assess)
+app.command()(cli_classifier.train)
+app.command(short_help="Tell how often a trained classifier is right.")(cli_classifier.evaluate)
+app.command(short_help="Tell the class of images with holes, and the doubt that holes make.")(cli_classifier.predict)
 
 
 @app.command()
@@ -275,9 +278,10 @@ def doctor(as_json: Json = False) -> None:
 
     Example: misconv doctor --json
     """
-    from misconv import _doctor
+    with interruptible("stopped"):
+        from misconv import _doctor
 
-    found = _doctor.examine()
+        found = _doctor.examine()
     if as_json:
         print_json(found)
     else:

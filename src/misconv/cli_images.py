@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from misconv._terminal import interruptible, note, refuse, report_errors
+from misconv._terminal import refuse
+from misconv.cli_options import (
+    Budget,
+    Device,
+    HoleIs,
+    Images,
+    Json,
+    Masks,
+    Nodata,
+    Precision,
+    Processes,
+    Workers,
+    check_new_file,
+    end,
+    load_model,
+    open_images,
+    own_images,
+    quality,
+    started,
+    tell,
+)
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
     from misconv.data import ImageFiles
-    from misconv.images import Outcome
 
 __all__ = ["assess", "fit", "impute"]
 
-Images = Annotated[
-    list[str], typer.Argument(metavar="IMAGES", help="Files, folders or patterns: PNG, JPEG, WebP, TIFF, npy, npz.")
-]
-Nodata = Annotated[
-    str | None, typer.Option(metavar="NUMBER", help='A value that means "no reading", besides what the files say.')
-]
-Masks = Annotated[
-    Path | None, typer.Option(metavar="PATH", help="A folder of pictures of the holes, by name, or one for all.")
-]
-HoleIs = Annotated[str, typer.Option(metavar="white|black", help="What a hole is in --masks.")]
-Budget = Annotated[str, typer.Option(metavar="TIME", help="How long to learn: 90s, 5min, 1h or 2000steps.")]
-Device = Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is one.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+_GO_ON = "stopped; call it again to go on where it was"
 
 
 def fit(
@@ -45,7 +49,8 @@ def fit(
     masks: Masks = None,
     hole_is: HoleIs = "white",
     device: Device = None,
-    precision: Annotated[str, typer.Option(help="32-true, bf16-mixed or 16-mixed.")] = "32-true",
+    precision: Precision = "32-true",
+    workers: Workers = 0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same density.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -55,24 +60,24 @@ def fit(
 
     Example: misconv fit scans/ -o scans.safetensors --budget 5min
     """
-    with _own_images("stopped; call it again to go on where it was"):
+    with own_images(_GO_ON), started(device, precision, as_json=as_json) as processes:
         from misconv.images import FitSettings, fit_files, parse_budget
         from misconv.store import save
 
         checkpoint = out.with_name(out.name + ".checkpoint")
         settings = FitSettings(
-            parse_budget(budget), components, rank, seed, device, precision, checkpoint,
-            progress=sys.stdout.isatty() and not as_json,
-        )  # fmt: skip
-        dataset = _dataset(images, nodata, masks, hole_is)
-        _check_new_file(out)
-        out.absolute().parent.mkdir(parents=True, exist_ok=True)
-        density, history, outcome = fit_files(dataset, settings, note)
-        save(density, out)
-        checkpoint.unlink(missing_ok=True)
+            parse_budget(budget), processes.fabric, components, rank, seed, workers, checkpoint, processes.terminal
+        )
+        dataset = open_images(images, nodata, masks, hole_is, processes.say)
+        processes.on_first(lambda: check_new_file("--out", out))
+        density, history, outcome = fit_files(dataset, settings, processes.say)
+        processes.join(outcome)
+        if processes.first:
+            save(density, out)
+            checkpoint.unlink(missing_ok=True)
         record = {"density": str(out), "history": history, **outcome.to_dict()}
-        _tell(record, [_quality(history[-1]), f"Density: {out}"], as_json=as_json)
-        _end(outcome)
+        tell(processes, record, [quality(history[history.kept]), f"Density: {out}"])
+        end(processes, outcome)
 
 
 def impute(
@@ -88,6 +93,8 @@ def impute(
     masks: Masks = None,
     hole_is: HoleIs = "white",
     device: Device = None,
+    precision: Precision = "32-true",
+    workers: Workers = 0,
     seed: Annotated[int, typer.Option(help="Of the density, if one is learned, and of the samples.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files in the folder.")] = False,
     as_json: Json = False,
@@ -100,26 +107,24 @@ def impute(
     """
     if samples < 0:
         raise refuse(f"--samples must be 0 or more, got {samples}")
-    with _own_images("stopped; call it again to go on where it was"):
-        from misconv.images import ImputeSettings, impute_files, prepare_folder
+    with own_images(_GO_ON), started(device, precision, as_json=as_json) as processes:
+        from misconv.images import ImputeSettings, impute_files, keep_record
 
-        terminal = sys.stdout.isatty() and not as_json
-        if sd is not None and sd.resolve() == out.resolve():
-            raise ValueError("--sd must be another folder than --out, got the same")
-        dataset = _outside(_dataset(images, nodata, masks, hole_is), out, sd)
-        prepare_folder("--out", out, overwrite)
-        if sd is not None:
-            prepare_folder("--sd", sd, overwrite)
-        model = _density_for(dataset, density, out, budget, seed, device, progress=terminal)
-        with _bar(terminal, len(dataset)) as advance:
-            settings = ImputeSettings(out, sd, samples, seed, overwrite)
-            outcome = impute_files(dataset, model, settings, note, advance)
+        dataset = _outside(open_images(images, nodata, masks, hole_is, processes.say), out, sd)
+        processes.on_first(lambda: _prepare_folders(out, sd, overwrite))
+        model = _density_for(dataset, density, out, budget, seed, workers, processes)
+        fabric = processes.fabric
+        settings = ImputeSettings(out, sd, samples, seed, overwrite, fabric.global_rank, fabric.world_size)
+        with processes.bar("filling", len(dataset)) as advance:
+            outcome = impute_files(dataset, model, settings, processes.say, advance)
+        processes.join(outcome)
+        processes.on_first(lambda: keep_record(out, outcome))
         counts = [f"{len(outcome.done)} filled"]
         counts += [f"{len(outcome.complete)} had no hole"] if outcome.complete else []
         counts += [f"{len(outcome.kept)} were there already"] if outcome.kept else []
         counts += [f"{len(outcome.failed)} failed"] if outcome.failed else []
-        _tell({"out": str(out), **outcome.to_dict()}, [f"{', '.join(counts)}. Images: {out}"], as_json=as_json)
-        _end(outcome)
+        tell(processes, {"out": str(out), **outcome.to_dict()}, [f"{', '.join(counts)}. Images: {out}"])
+        end(processes, outcome)
 
 
 def assess(
@@ -139,36 +144,13 @@ def assess(
 
     Example: misconv assess others/ --density scans.safetensors
     """
-    with _own_images("stopped"):
+    with own_images("stopped"), started(device, as_json=as_json) as processes:
         from misconv.images import assess_files
 
-        dataset = _dataset(images, nodata, masks, hole_is)
-        found, outcome = assess_files(dataset, _load_density(density, device), note, limit=limit, seed=seed)
-        _tell({**found.to_dict(), **outcome.to_dict()}, [str(found)], as_json=as_json)
-        _end(outcome)
-
-
-@contextlib.contextmanager
-def _own_images(stopped: str) -> Iterator[None]:
-    """What is wrong with images and places can be corrected by the user."""
-    with interruptible(stopped), report_errors(OSError), report_errors(ImportError):
-        try:
-            yield
-        except ValueError as error:
-            raise refuse(str(error)) from error
-
-
-def _dataset(images: list[str], nodata: str | None, masks: Path | None, hole_is: str) -> ImageFiles:
-    from misconv import data
-
-    try:
-        number = None if nodata is None else float(nodata)
-    except ValueError:
-        raise ValueError(f"--nodata must be a number, got {nodata!r}") from None
-    found = data.images(images, nodata=number, masks=masks, hole_is=hole_is)
-    if masks is not None:
-        _check_polarity(found, hole_is)
-    return found
+        dataset = open_images(images, nodata, masks, hole_is, processes.say)
+        found, outcome = assess_files(dataset, load_model(density, processes), processes.say, limit=limit, seed=seed)
+        tell(processes, {**found.to_dict(), **outcome.to_dict()}, [str(found)])
+        end(processes, outcome)
 
 
 def _outside(images: ImageFiles, *folders: Path | None) -> ImageFiles:
@@ -180,94 +162,38 @@ def _outside(images: ImageFiles, *folders: Path | None) -> ImageFiles:
     return images.only(kept)
 
 
-def _check_polarity(images: ImageFiles, hole_is: str) -> None:
-    """White holes are easily taken for black ones: whoever means them would hardly have most of every image missing."""
-    shares = []
-    for index in range(min(len(images), 8)):
-        with contextlib.suppress(ValueError, OSError):  # told later, with all others
-            shares.append(images.stored(index).missing)
-    if shares and min(shares) > 0.75:
-        other = "black" if hole_is == "white" else "white"
-        note(
-            f"by --masks at least {100 * min(shares):.0f} % of every image is missing; if a hole is {other} there, say "
-            f"--hole-is {other}"
-        )
+def _prepare_folders(out: Path, sd: Path | None, overwrite: bool) -> None:
+    from misconv.images import prepare_folder
+
+    if sd is not None and sd.resolve() == out.resolve():
+        raise ValueError("--sd must be another folder than --out, got the same")
+    prepare_folder("--out", out, overwrite)
+    if sd is not None:
+        prepare_folder("--sd", sd, overwrite)
 
 
 def _density_for(
-    dataset: ImageFiles, file: Path | None, out: Path, budget: str, seed: int, device: str | None, *, progress: bool
+    dataset: ImageFiles, file: Path | None, out: Path, budget: str, seed: int, workers: int, processes: Processes
 ) -> Module:
     """A density from a file; or one that is learned, and kept beside the filled images for the next call."""
     from misconv.images import FitSettings, fit_files, parse_budget
     from misconv.store import save
 
     kept = out / "density.safetensors"
-    if file is None and kept.exists():
-        note(f"going on with {kept}")
+    if file is None and processes.on_first(kept.exists):
+        processes.say(f"going on with {kept}")
         file = kept
     if file is None:
         checkpoint = out / "density.checkpoint"
-        settings = FitSettings(parse_budget(budget), seed=seed, device=device, checkpoint=checkpoint, progress=progress)
-        learned, history, _ = fit_files(dataset, settings, note)
-        note(_quality(history[-1]))
-        save(learned, kept)
-        checkpoint.unlink(missing_ok=True)
+        settings = FitSettings(
+            parse_budget(budget), processes.fabric, seed=seed, workers=workers, checkpoint=checkpoint,
+            progress=processes.terminal,
+        )  # fmt: skip
+        learned, history, _ = fit_files(dataset, settings, processes.say)
+        processes.say(quality(history[history.kept]))
+        if processes.first:
+            save(learned, kept)
+            checkpoint.unlink(missing_ok=True)
+        processes.fabric.barrier()
         file = kept
-    return _load_density(file, device)
-
-
-def _load_density(file: Path, device: str | None) -> Module:
-    import torch
-
-    from misconv.store import load
-
-    model: Module = load(file)
-    return model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _check_new_file(path: Path) -> None:
-    from misconv._store import check_output_folder
-
-    if path.is_dir():
-        raise IsADirectoryError(f"--out must be a file, got the folder {path}")
-    check_output_folder("--out", path.absolute().parent)
-
-
-def _quality(record: dict[str, float]) -> str:
-    if "validation_rmse" not in record:
-        return "learned, from too few images to set some aside and measure"
-    rmse, nearest = (f"{record[f'validation_{name}']:.4g}" for name in ("rmse", "nearest_rmse"))
-    half, most = (f"{100 * record[f'validation_coverage_{level}']:.0f}" for level in (50, 90))
-    return (
-        f"RMSE of hidden pixels {rmse}, of nearest-pixel fill {nearest}; "
-        f"{half} % and {most} % of them inside the intervals of 50 % and 90 %"
-    )
-
-
-def _tell(record: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
-    if as_json:
-        import json
-
-        lines = [json.dumps(record, indent=1)]
-    for line in lines:
-        typer.echo(line)
-
-
-def _end(outcome: Outcome) -> None:
-    """A file that failed makes the exit code 1."""
-    if outcome.failed:
-        total = sum(map(len, (outcome.done, outcome.complete, outcome.kept, outcome.failed)))
-        note(f"{len(outcome.failed)} of {total} files failed, see above")
-        raise typer.Exit(1)
-
-
-@contextlib.contextmanager
-def _bar(shown: bool, total: int) -> Iterator[Callable[[int], None]]:
-    if not shown:
-        yield lambda done: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    with Progress(TextColumn("filling"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
-        task = bar.add_task("filling", total=total)
-        yield lambda done: bar.update(task, completed=done)
+    return load_model(file, processes)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.utils import parametrize, prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from misconv._checks import describe
+from misconv._checks import check_positive, describe
 from misconv._conv import (
     Affine,
     Convolution,
@@ -33,7 +34,7 @@ from misconv._math import Activation, Padding, Pair, activation_module
 from misconv.functional import partial_conv2d
 from misconv.mfa import MFA
 
-__all__ = ["MisConv2d", "PartialConv2d"]
+__all__ = ["MisConv2d", "Normalize", "PartialConv2d"]
 
 _BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
 # They compute a weight from other tensors before every call, of whatever module it is.
@@ -361,3 +362,48 @@ def _check_pointwise(function: Callable[[Tensor], Tensor], channels: int) -> Non
             "activation must be pointwise and deterministic, but its result at one place depends on another "
             f"or on chance: {describe(function)}"
         )
+
+
+class Normalize(nn.Module):
+    """``(x − mean) / std`` for every channel: lets a network read images in the units in which they are stored.
+
+    Before a network it does what `torchvision.transforms.v2.Normalize` does before the network is called. The density
+    of a converted network then speaks of the images as they are, and `misconv.convert` follows the images through it.
+
+    Args:
+        mean, std: one number per channel each.
+
+    Shape:
+        (B, C, H, W) → (B, C, H, W).
+
+    Example:
+        >>> Normalize(mean=(127.5,), std=(63.75,))(torch.tensor([[[[0.0, 255.0]]]]))
+        tensor([[[[-2.,  2.]]]])
+        >>> network = nn.Sequential(Normalize((127.5,) * 3, (64.0,) * 3), nn.Conv2d(3, 8, 3), nn.ReLU())
+    """
+
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        for name, value in (("mean", mean), ("std", std)):
+            if not isinstance(value, (tuple, list)) or not all(isinstance(each, Real) for each in value):
+                raise TypeError(f"{name} must be a list of numbers, one per channel, got {describe(value)}")
+        if not mean or len(mean) != len(std) or not all(map(math.isfinite, mean)):
+            raise ValueError(
+                f"mean and std must have one finite number per channel, got {describe(mean)} and {describe(std)}"
+            )
+        for deviation in std:
+            check_positive("std", deviation)
+        self.mean, self.std = tuple(map(float, mean)), tuple(map(float, std))
+        self.register_buffer("shift", torch.tensor(self.mean).view(-1, 1, 1), persistent=False)
+        self.register_buffer("scale", torch.tensor(self.std).view(-1, 1, 1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W), with mean 0 and deviation 1 where the images have `mean` and `std`."""
+        return (x - self.shift) / self.scale
+
+    def extra_repr(self) -> str:
+        """The arguments."""
+        return f"mean={self.mean}, std={self.std}"

@@ -32,10 +32,10 @@ from misconv._store import (
     write_parts,
 )
 
-__all__ = ["load", "read", "save", "write", "write_bytes"]
+__all__ = ["load", "read", "read_notes", "save", "write", "write_bytes"]
 
 
-def save(model: nn.Module, path: AnyPath) -> None:
+def save(model: nn.Module, path: AnyPath, *, notes: JsonObject | None = None) -> None:
     """Save a model: its tensors, how to build it again, what is frozen and what is in evaluation mode.
 
     Layers of `torch.nn`, everything of this package (converted networks too) and the networks of torchvision and timm
@@ -44,6 +44,9 @@ def save(model: nn.Module, path: AnyPath) -> None:
     but to load it you must build it yourself: ``load(path, into=model)``. Hooks, gradients, buffers that are not
     persistent and what training needs to continue (that is what checkpoints are for) are not saved. An existing file is
     replaced at the last moment, or stays as it was if anything fails.
+
+    Args:
+        notes: anything else to keep with the model that JSON can say, such as the names of classes; see `read_notes`.
 
     Example:
         >>> import tempfile
@@ -70,6 +73,8 @@ def save(model: nn.Module, path: AnyPath) -> None:
             "frozen": [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad],
             "channels_last": [name for name, tensor in state.items() if is_channels_last(tensor)],
         }
+        if notes is not None:
+            content["notes"] = notes
     except RecursionError as error:
         raise ValueError(
             f"model must be a tree of modules, got a {type(model).__name__} that is nested too deeply or holds itself"
@@ -105,6 +110,14 @@ def load(path: AnyPath, into: nn.Module | None = None) -> nn.Module:
         reason = said if type(error) is ValueError else f"the model refuses it, {type(error).__name__}: {said[:300]}"
         raise ValueError(f"cannot load {shown(path)}: {reason}") from error
     return model
+
+
+def read_notes(path: AnyPath) -> JsonObject:
+    """The notes that were saved with a model; {} where there are none."""
+    notes = read(path)[1].get("notes", {})
+    if not isinstance(notes, dict):
+        raise ValueError(f"cannot load {shown(path)}: its description is broken, notes must be an object")
+    return notes
 
 
 def _names(content: JsonObject, key: str) -> set[str]:

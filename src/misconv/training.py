@@ -10,10 +10,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from misconv._checks import check_seed, check_size, describe
 from misconv._torch import pytree
@@ -23,6 +24,7 @@ from misconv._train import (
     DensityTraining,
     EMImages,
     EpochRecord,
+    History,
     Holes,
     Rate,
     StreamedImages,
@@ -40,6 +42,7 @@ from misconv._train import (
     identify_module,
     images_for_em,
     is_stream,
+    labelled_job,
     on_first,
     one_device,
     progress_bar,
@@ -55,7 +58,6 @@ from misconv.missing import like
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
-    from torch.utils.data import Dataset
 
 __all__ = ["fit_classifier", "fit_density"]
 
@@ -90,7 +92,7 @@ def fit_density(
     checkpoint: str | Path | None = None,
     fabric: Fabric | None = None,
     progress: bool = True,
-) -> list[EpochRecord]:
+) -> History:
     """Teach a density what missing pixels may be, from incomplete images alone.
 
     In every step a further region of what is seen is hidden, and the negative log-likelihood of the hidden pixels given
@@ -143,7 +145,7 @@ def fit_density(
         judging it would take longer than learning): `nll` and `mse` per hidden pixel. Where images were set aside, also
         of these, as `validation_…`: `nll` and `marginal_nll`, `rmse` of the mean and `nearest_rmse` of nearest-pixel
         fill, `coverage_50` and `coverage_90`, the share of hidden pixels inside intervals that should hold 50 % and
-        90 % of them.
+        90 % of them. Its attribute `kept` is the number of the record whose parameters the density has in the end.
 
     Example:
         >>> import torch
@@ -170,7 +172,7 @@ def fit_density(
     if isinstance(density, SMFA):
         data = images_for_em(images, observed, fabric, check_size("batch_size", batch_size), workers)
         home = images.device if isinstance(images, Tensor) else torch.device("cpu")
-        return _fit_by_em(density, data, _iterations(budget), seed, home, checkpoint, fabric, progress)
+        return History(_fit_by_em(density, data, _iterations(budget), seed, home, checkpoint, fabric, progress))
     check_density_arguments(objective, mse_epochs, fraction, validation)
     if not isinstance(augment, bool):
         raise TypeError(f"augment must be True or False, got {describe(augment)}")
@@ -189,7 +191,7 @@ def fit_density(
         progress=progress, title="density",
     )  # fmt: skip
     if fabric.global_rank == 0 and source.held_size:
-        doubt = doubts(history[job.kept])
+        doubt = doubts(history[history.kept])
         if doubt is not None:
             warnings.warn(doubt, stacklevel=_WRAPPED)
     return history
@@ -228,33 +230,44 @@ def _iterations(budget: Budget | None) -> int:
 @torch.enable_grad()
 def fit_classifier(
     network: nn.Module,
-    inputs: MFA | Tensor | tuple[Tensor, ...],
-    labels: Tensor,
+    inputs: MFA | Tensor | tuple[Tensor, ...] | Dataset[Any],
+    labels: Tensor | None = None,
     *,
-    validation_inputs: MFA | Tensor | tuple[Tensor, ...] | None = None,
+    validation_inputs: MFA | Tensor | tuple[Tensor, ...] | Dataset[Any] | None = None,
     validation_labels: Tensor | None = None,
-    epochs: int = 20,
+    epochs: int | None = None,
+    steps: int | None = None,
+    minutes: float | None = None,
     batch_size: int = 64,
-    learning_rate: Rate = 1e-3,
+    workers: int = 0,
+    learning_rate: Rate | None = 1e-3,
+    augment: str | None = None,
     patience: int | None = None,
     seed: int = 0,
     checkpoint: str | Path | None = None,
     fabric: Fabric | None = None,
     progress: bool = True,
-) -> list[EpochRecord]:
+) -> History:
     """Train a classifier on images, or on what a density says of them; keep the epoch that is best on validation.
 
     Args:
         network: takes a batch of `inputs` (a tuple as several arguments) and returns logits; trained in place.
-        inputs: an MFA of all training images, a tensor, or a tuple of tensors.
-        labels: (N,), integers.
+        inputs: an MFA of all training images, a tensor, or a tuple of tensors. Or a map-style Dataset of pairs
+            (x, label), which is read batch by batch: NaN-coded images and their classes, for a converted network.
+        labels: (N,), integers; None where `inputs` is a Dataset.
         validation_inputs, validation_labels: to choose the epoch by; the last one is taken where there are none.
+        epochs: how long, by default 20; where `inputs` is a Dataset also in `steps` or `minutes`.
+        learning_rate: of Adam, a number or a function of the epoch. None, where `inputs` is a Dataset: it grows to
+            0.001 at first and then falls to 0 along a cosine, over the whole training.
+        augment: of a Dataset of images (C, H, W): "shift" moves each by up to an eighth of its size, "shift+mirror"
+            mirrors every second one too; what comes in from outside is missing.
 
     The other arguments are those of `fit_density`, and the network comes back as a density does. Of several processes
     each takes the statistics of a batch normalization over its own share, unless it is an `nn.SyncBatchNorm`.
 
     Returns:
-        A record per epoch: `loss`, `accuracy` and, where there is validation, `validation_accuracy`.
+        A record per epoch: `loss`, `accuracy` and, where there is validation, `validation_accuracy`. Where `steps` or
+        `minutes` are given, one for every twentieth of the training too.
 
     Example:
         >>> import torch
@@ -264,22 +277,45 @@ def fit_classifier(
         2
     """
     check_trainable("network", network)
-    for name, given in (("inputs", inputs), ("validation_inputs", validation_inputs)):
-        if callable(given):
-            raise TypeError(f"{name} must be an MFA, a tensor or a tuple of tensors, got {describe(given)}")
+    budget = budget_of(epochs, steps, minutes) or Budget(epochs=20)
     tensors = [t for t in pytree.tree_leaves((inputs, labels)) if isinstance(t, Tensor)]
-    epochs = check_size("epochs", epochs)
     fabric = _start(fabric, network, patience, checkpoint, progress, *tensors)
-    job = classifier_job(
-        network, inputs, labels, fabric, validation_inputs=validation_inputs, validation_labels=validation_labels,
-        batch_size=batch_size, learning_rate=learning_rate, seed=seed,
-    )  # fmt: skip
+    common: dict[str, Any] = {"batch_size": batch_size, "seed": seed}
+    if isinstance(inputs, Dataset):
+        if not isinstance(validation_inputs, Dataset | None) or labels is not None or validation_labels is not None:
+            raise TypeError(
+                "labels must be None where inputs is a Dataset, which yields them, as must validation_inputs"
+            )
+        check_count("workers", workers)
+        common |= {} if learning_rate is not None else {"schedule": warm_up_cosine(1e-3), "clip": 1.0}
+        rate = 1e-3 if learning_rate is None else learning_rate
+        job = labelled_job(
+            network, inputs, fabric, validation=validation_inputs, learning_rate=rate, workers=workers,
+            augment=augment, **common,
+        )  # fmt: skip
+    else:
+        if budget.epochs is None or learning_rate is None or augment is not None:
+            raise ValueError("inputs must be a Dataset for steps, minutes, augment, or a learning_rate of None")
+        _check_in_memory(inputs, labels, validation_inputs)
+        job = classifier_job(
+            network, inputs, cast(Tensor, labels), fabric, validation_inputs=cast(Any, validation_inputs),
+            validation_labels=validation_labels, learning_rate=learning_rate, **common,
+        )  # fmt: skip
     # Classifiers are trained in rows, with a table at the end; a density is one, and its figures are worth a line.
     (history,) = train(
-        [job], fabric, epochs=epochs, patience=patience, checkpoint=checkpoint, progress=progress, title="classifier",
+        [job], fabric, budget=budget, patience=patience, checkpoint=checkpoint, progress=progress, title="classifier",
         transient=True,
     )  # fmt: skip
     return history
+
+
+def _check_in_memory(inputs: object, labels: object, validation_inputs: object) -> None:
+    """What is no Dataset; a function is no data, though a training of ours may have one inside."""
+    for name, given in (("inputs", inputs), ("validation_inputs", validation_inputs)):
+        if callable(given) or isinstance(given, Dataset):
+            raise TypeError(f"{name} must be an MFA, a tensor or a tuple of tensors, got {describe(given)}")
+    if labels is None:
+        raise TypeError("labels must be a tensor (N,) of integers, got None")
 
 
 def _start(

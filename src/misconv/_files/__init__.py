@@ -3,6 +3,7 @@
 from misconv._files.dataset import Crops, ImageFiles
 from misconv._files.find import RASTER, SUFFIXES, FoundFile, find_files
 from misconv._files.image import StoredImage, holds, read_image, read_shape, write_image
+from misconv._files.labels import labels_of, read_labels
 from misconv._files.scene import Scene, open_scene, write_scene, write_window
 from misconv._files.tiles import Prediction, fill_scene, predict, reach_of
 
@@ -18,10 +19,12 @@ __all__ = [
     "fill_scene",
     "find_files",
     "holds",
+    "labels_of",
     "open_scene",
     "predict",
     "reach_of",
     "read_image",
+    "read_labels",
     "read_shape",
     "write_image",
     "write_scene",

@@ -5,6 +5,7 @@ from misconv._store.files import AnyPath, check_path, open_regular, shown, write
 from misconv._store.format import JsonObject, check_storable, pack, unpack
 from misconv._store.places import check_output_folder, check_replaceable, check_writable, read_json
 from misconv._store.provenance import commit, device_name, versions
+from misconv._store.registries import set_channels
 from misconv._store.restore import (
     is_channels_last,
     load_tensors,
@@ -31,6 +32,7 @@ __all__ = [
     "read_json",
     "rebuild",
     "restore_channels_last",
+    "set_channels",
     "shown",
     "tie_tensors",
     "unchanged_on_failure",

@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,16 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from misconv._store.compare import difference
 from misconv._store.format import JsonObject
 
-__all__ = ["build_network", "describe_network"]
+__all__ = ["build_network", "describe_network", "set_channels"]
 
 # The arguments that a file may give to a network of each package, and their types.
 _ARGUMENTS: dict[str, dict[str, type]] = {
-    "torchvision": {"num_classes": int, "aux_logits": bool, "transform_input": bool, "aux_loss": bool},
+    # in_channels is none of torchvision's own: its networks take three channels, until `set_channels` changes them.
+    "torchvision": {
+        "num_classes": int, "aux_logits": bool, "transform_input": bool, "aux_loss": bool, "in_channels": int,
+    },
     "timm": {"num_classes": int, "in_chans": int, "drop_rate": float},
-}
+}  # fmt: skip
 _EXTRAS = {"torchvision": "vision", "timm": "timm"}
 # Notes of a network about itself that change nothing it computes.
 _NOTES = ("num_classes", "pretrained_cfg", "default_cfg")
@@ -104,8 +107,25 @@ def _build(
         else:
             models = _imported("torchvision").models
             backbone = {"weights_backbone": None} if name in models.list_models(module=models.segmentation) else {}
-            network = models.get_model(name, weights=None, **backbone, **arguments)
+            own = {key: value for key, value in arguments.items() if key != "in_channels"}
+            network = models.get_model(name, weights=None, **backbone, **own)
+            if "in_channels" in arguments:
+                set_channels(network, arguments["in_channels"])
     return network
+
+
+def set_channels(network: nn.Module, channels: int) -> None:
+    """Let a network read images of another number of channels, by a new first convolution."""
+    name, old = next((name, part) for name, part in network.named_modules() if isinstance(part, nn.Conv2d))
+    if old.in_channels == channels:
+        return
+    if old.groups != 1:
+        raise ValueError(f"its first convolution must read all channels together, got {old.groups} groups")
+    same: dict[str, Any] = {key: getattr(old, key) for key in ("stride", "padding", "dilation", "padding_mode")}
+    same |= {"bias": old.bias is not None, "device": old.weight.device, "dtype": old.weight.dtype}
+    new = nn.Conv2d(channels, old.out_channels, cast(Any, old.kernel_size), **same)
+    parent, _, own = name.rpartition(".")
+    setattr(network.get_submodule(parent), own, new)
 
 
 @contextlib.contextmanager
@@ -178,6 +198,9 @@ def _torchvision_candidates(model: nn.Module) -> Iterator[tuple[str, JsonObject]
     models = _imported("torchvision").models
     arguments: dict[str, Any] = {"num_classes": _outputs(model)}
     arguments |= {key: vars(model)[key] for key in ("aux_logits", "transform_input") if key in vars(model)}
+    first = next((part for part in model.modules() if isinstance(part, nn.Conv2d)), None)
+    if first is not None and first.in_channels != 3:
+        arguments["in_channels"] = first.in_channels
     if "aux_classifier" in model._modules:
         arguments["aux_loss"] = model._modules["aux_classifier"] is not None
     for name in sorted(_names("torchvision")):

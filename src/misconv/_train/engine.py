@@ -29,12 +29,12 @@ from misconv._train.identity import identify_module
 from misconv._train.loan import borrowed
 from misconv._train.processes import check_agreement, synchronized
 from misconv._train.running import Job, Rate, Running, rate_of, under
-from misconv._train.session import EpochRecord, progress_bar
+from misconv._train.session import EpochRecord, History, progress_bar
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["EpochRecord", "Job", "Rate", "train"]
+__all__ = ["EpochRecord", "History", "Job", "Rate", "train"]
 
 _log = logging.getLogger("misconv")
 
@@ -54,7 +54,7 @@ def train(
     progress: bool = True,
     title: str = "training",
     transient: bool = False,
-) -> list[list[EpochRecord]]:
+) -> list[History]:
     """Train all jobs; leaves every module with its best parameters, where and as it came.
 
     An error, or an interruption, leaves it with the best parameters so far, or as it came.
@@ -107,7 +107,13 @@ def train(
             advance(record, spent())
     for job in jobs:
         job.seconds = (time.monotonic() - start) / len(jobs)
-    return [run.history for run in running]
+    return [_history(run) for run in running]
+
+
+def _history(run: Running) -> History:
+    history = History(run.history)
+    history.kept = run.job.kept
+    return history
 
 
 def _rounds(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["check_agreement", "nothing_of", "on_first", "synchronized"]
+__all__ = ["check_agreement", "gathered", "nothing_of", "on_first", "synchronized"]
 
 T = TypeVar("T")
 
@@ -124,6 +124,15 @@ def on_first(fabric: Fabric, work: Callable[[], T]) -> T:
     if isinstance(found, Exception):
         raise found
     return found  # type: ignore[no-any-return]  # Fabric does not say that it returns what it was given
+
+
+def gathered(fabric: Fabric, mine: T) -> list[T]:
+    """What every process has, in all of them, in their order."""
+    if fabric.world_size == 1:
+        return [mine]
+    found: list[Any] = [None] * fabric.world_size
+    dist.all_gather_object(found, mine)
+    return found
 
 
 def check_agreement(fabric: Fabric, what: str) -> None:

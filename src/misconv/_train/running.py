@@ -370,12 +370,12 @@ def rate_of(learning_rate: Rate, epoch: int) -> float:
 
 
 def _groups(job: Job) -> list[dict[str, Any]]:
-    """Parameters by the scale of their learning rate."""
+    """Parameters that are trained, by the scale of their learning rate."""
     groups: dict[float, list[nn.Parameter]] = {}
     for name, parameter in job.module.named_parameters():
         scale = next((value for start, value in job.learning_rate_scale.items() if name.startswith(start)), 1.0)
         parameter.requires_grad_(parameter.requires_grad and scale != 0)
-        if scale:
+        if parameter.requires_grad:
             groups.setdefault(scale, []).append(parameter)
     return [{"params": parameters, "scale": scale} for scale, parameters in groups.items()]
 

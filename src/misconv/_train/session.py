@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,16 @@ from misconv._checks import describe
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["EpochRecord", "check_fabric", "one_device", "progress_bar"]
+__all__ = ["EpochRecord", "History", "check_fabric", "one_device", "progress_bar", "started_processes"]
 
 EpochRecord = dict[str, float]
+
+
+class History(list[EpochRecord]):
+    """The records of a training; `kept` is the number of the one whose parameters the module holds in the end."""
+
+    kept: int = -1
+
 
 # A progress bar and its figures are to fit into 80 columns.
 _NOT_SHOWN = {"epoch", "step", "nll", "mse", "validation_marginal_nll", "validation_coverage_50"}
@@ -44,6 +52,25 @@ def one_device(device: torch.device | str | None = None, precision: Any = None) 
     return fabric
 
 
+def started_processes(device: torch.device | str | None = None, precision: Any = None) -> Fabric:
+    """The processes that `torchrun` has started, of which this is one; or this one alone.
+
+    Args:
+        device: "cuda" or "cpu"; of several processes each takes a GPU of its own.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1")) if torch.distributed.is_torchelastic_launched() else 1
+    if world == 1:
+        return one_device(device, precision)
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    local, fabric_class = int(os.environ["LOCAL_WORLD_SIZE"]), _fabric_class()
+    with _quiet():
+        fabric: Fabric = fabric_class(
+            accelerator=where.type, devices=local, num_nodes=world // local, strategy="ddp", precision=precision
+        )
+        fabric.launch()
+    return fabric
+
+
 def check_fabric(fabric: object) -> None:
     """A Fabric, and one whose processes know of each other."""
     if not isinstance(fabric, _fabric_class()):
@@ -65,13 +92,16 @@ def _quiet() -> Iterator[None]:
     """Fabric gives advice about the precision of matrix products to whoever starts it; users did not start it."""
     from lightning_utilities.core import rank_zero
 
-    logger: logging.Logger = rank_zero.log  # Lightning, where it is imported, has put its own there
-    before = logger.level
-    logger.setLevel(logging.WARNING)
+    # Lightning, where it is imported, has put its own logger into the first place.
+    loggers: list[logging.Logger] = [rank_zero.log, logging.getLogger("lightning_fabric")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 @contextmanager

@@ -221,7 +221,7 @@ def choose(device: str | None, only: Sequence[str], out: Path | None) -> tuple[t
     for name in only:
         if name not in SECTIONS:
             raise ValueError(f"--only must be one of {', '.join(SECTIONS)}, got {name!r}")
-    has_networks = find_spec("torchvision") is not None
+    has_networks = None not in map(find_spec, ("torchvision", "PIL"))  # which torchvision cannot do without
     if "network" in only and not has_networks:
         raise ValueError("--only network needs torchvision, from which its networks are: pip install 'misconv[vision]'")
     if out is not None:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from misconv._files import Crops, ImageFiles, read_shape
-from misconv._train import one_device
+from misconv._train import History
 from misconv.density import UNetDMFA
 from misconv.images.outcome import Outcome, Say, count_bands
 from misconv.training import fit_density
 
-__all__ = ["FitSettings", "fit_files"]
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+
+__all__ = ["FitSettings", "fit_files", "quiet_fit", "readable_shapes", "seeded"]
 
 _CROP = 128  # the side of what is learned from, of images that are larger
 _SMALLEST = 16
@@ -31,53 +36,78 @@ class FitSettings:
     """How a density is learned."""
 
     budget: dict[str, Any]
+    fabric: Fabric
     components: int = 1
     rank: int = 4
     seed: int = 0
-    device: str | None = None
-    precision: str = "32-true"
+    workers: int = 0
     checkpoint: Path | None = None
     progress: bool = True
 
 
-def fit_files(images: ImageFiles, settings: FitSettings, say: Say) -> tuple[UNetDMFA, list[dict[str, float]], Outcome]:
+def fit_files(images: ImageFiles, settings: FitSettings, say: Say) -> tuple[UNetDMFA, History, Outcome]:
     """Learn a `UNetDMFA` from files; those that cannot be read, or have other bands than most, are left out and told.
 
     Returns:
         The density in evaluation mode, the records of its training, and what became of the files.
     """
     outcome = Outcome()
-    shapes = _shapes(images, outcome, say)
-    if not shapes:
-        raise ValueError("IMAGES must have at least one file that can be read, got none")
-    bands = _common_bands(images, shapes, outcome, say)
+    shapes, bands = readable_shapes(images, outcome, say)
     chosen = images.only(shapes)
     examples, side = _examples(chosen, list(shapes.values()))
     dataset = _Readable(examples, (bands, *_size(examples, side, shapes)), outcome, say)
-    density = UNetDMFA(bands, settings.components, settings.rank, patch=1 if side <= 64 else 2)
+    with seeded(settings.seed):
+        density = UNetDMFA(bands, settings.components, settings.rank, patch=1 if side <= 64 else 2)
     count = len(dataset)
     what = f"squares of {side} px" if isinstance(examples, Crops) else "images"
     say(f"learning from {count} {what}" if count > 1 else "learning from one image")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        history = fit_density(
-            density,
-            dataset,
-            **settings.budget,
-            batch_size=max(4, min(64, _NUMBERS // (bands * side**2))),
-            seed=settings.seed,
-            augment=count < _FEW,
-            checkpoint=settings.checkpoint,
-            fabric=one_device(settings.device, settings.precision),
-            progress=settings.progress,
-        )
-    for warning in said:
-        if issubclass(warning.category, UserWarning):
-            say(str(warning.message))
+    history = quiet_fit(
+        density, dataset, settings.budget, bands, side, settings.fabric, say, seed=settings.seed,
+        workers=settings.workers, checkpoint=settings.checkpoint, progress=settings.progress,
+    )  # fmt: skip
     outcome.done = [path for path in chosen.paths if path not in outcome.failed]
     if not outcome.done:
         raise ValueError("IMAGES must have at least one file that can be read, got none")
     return density.eval(), history, outcome
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """What a new module draws depends on the seed alone; torch's own generator stays where it is."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def quiet_fit(
+    density: UNetDMFA,
+    dataset: Dataset[Tensor],
+    budget: dict[str, Any],
+    bands: int,
+    side: int,
+    fabric: Fabric,
+    say: Say,
+    **options: Any,
+) -> History:
+    """`fit_density` with batches that fit into memory; what it warns of is said in the end."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        history = fit_density(
+            density, dataset, **budget, batch_size=max(4, min(64, _NUMBERS // (bands * side**2))),
+            augment=len(cast(Sized, dataset)) < _FEW, fabric=fabric, **options,
+        )  # fmt: skip
+    for warning in said:
+        if issubclass(warning.category, UserWarning):
+            say(str(warning.message))
+    return history
+
+
+def readable_shapes(images: ImageFiles, outcome: Outcome, say: Say) -> tuple[dict[int, tuple[int, int, int]], int]:
+    """Shapes of the files that can be read, by their numbers, and their number of bands; the others are told."""
+    shapes = _shapes(images, outcome, say)
+    if not shapes:
+        raise ValueError("IMAGES must have at least one file that can be read, got none")
+    return shapes, _common_bands(images, shapes, outcome, say)
 
 
 class _Readable(Dataset[Tensor]):

@@ -17,7 +17,7 @@ from misconv._store import check_output_folder, read_json
 from misconv.images.outcome import Outcome, Say, count_bands
 from misconv.store import write_bytes
 
-__all__ = ["ImputeSettings", "impute_files", "prepare_folder"]
+__all__ = ["ImputeSettings", "impute_files", "keep_record", "prepare_folder"]
 
 RECORD = "misconv-impute.json"
 _LARGE = 1024  # a TIFF with a longer side is read and written window by window
@@ -32,6 +32,8 @@ class ImputeSettings:
     samples: int = 0
     seed: int = 0
     overwrite: bool = False
+    rank: int = 0  # of several processes each fills its share of the files
+    world_size: int = 1
 
 
 def prepare_folder(name: str, folder: Path, overwrite: bool) -> None:
@@ -43,7 +45,7 @@ def prepare_folder(name: str, folder: Path, overwrite: bool) -> None:
         )
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / RECORD).exists():
-        _keep_record(folder, Outcome())
+        keep_record(folder, Outcome())
 
 
 def impute_files(
@@ -55,13 +57,12 @@ def impute_files(
     """
     outcome = Outcome()
     names = _new_names(images.files)
-    for index, file in enumerate(images.files):
+    for index in range(settings.rank, len(images), settings.world_size):
         try:
             _impute(images, index, settings.out / names[index], density, settings, outcome)
         except (ValueError, TypeError, OSError) as error:
-            outcome.fail(file.path, error, say)
+            outcome.fail(images.path(index), error, say)
         advance(index + 1)
-    _keep_record(settings.out, outcome)
     return outcome
 
 
@@ -157,6 +158,7 @@ def _write_samples(target: Path, image: StoredImage, density: nn.Module, setting
         write_image(target.with_stem(f"{target.stem}-{number}"), image, image.fill(sample))
 
 
-def _keep_record(folder: Path, outcome: Outcome) -> None:
+def keep_record(folder: Path, outcome: Outcome) -> None:
+    """Write down what became of the files; a folder with such a record is one of ours."""
     text = json.dumps({"misconv": "impute", **outcome.to_dict()}, indent=1)
     write_bytes(folder / RECORD, text.encode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,6 +30,17 @@ class Outcome:
             return
         self.failed[path] = str(reason).splitlines()[0] if str(reason) else type(reason).__name__
         say(f"{path}: {self.failed[path]}")
+
+    def join(self, others: Iterable[Outcome], say: Say) -> None:
+        """Add what became of files in other processes; those that failed there are told here."""
+        for other in others:
+            for path, reason in other.failed.items():
+                self.fail(path, reason, say)
+            for name in ("done", "complete", "kept"):
+                mine = getattr(self, name)
+                known = set(mine)
+                mine += [path for path in getattr(other, name) if path not in known]
+        self.done = [path for path in self.done if path not in self.failed]
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON knows it."""

@@ -7,8 +7,12 @@ import io
 
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
+
+try:
+    from PIL import Image
+except ImportError as error:
+    raise ImportError("pictures are made by Pillow: pip install 'misconv[files]'") from error
 
 __all__ = ["DIFFERENCE", "INK", "MISSING", "RESPONSE", "UNSURE", "hatching", "paint", "paint_photograph"]
 
