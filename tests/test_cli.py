@@ -36,7 +36,7 @@ def test_doctor() -> None:
     assert [line.split()[0] for line in told.output.splitlines()][:3] == ["misconv", "device", "kernels"]
     found = json.loads(call("doctor", "--json").stdout)
     assert found["versions"]["torch"] == str(torch.__version__)
-    assert found["extras"]["train"] == "there"
+    assert found["extras"]["train"] == found["extras"]["timm"] == "there"
     assert found["kernels"]["used"] == torch.cuda.is_available()
 
 
@@ -165,15 +165,22 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize(
+    ("package", "message"),
+    [
+        ("jinja2", "the report is made by Jinja2: pip install 'misconv[demo]'"),
+        ("PIL", "pictures are made by Pillow: pip install 'misconv[files]'"),
+    ],
+)
 def test_a_report_that_cannot_be_made_is_refused_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, message: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    monkeypatch.delitem(sys.modules, "misconv.demo.report")
+    monkeypatch.setitem(sys.modules, package, None)
+    for module in ("misconv.demo.report", "misconv.paper.pictures"):  # to be imported again
+        monkeypatch.delitem(sys.modules, module)
     monkeypatch.delattr(demo, "report")
-    refused(
-        call("demo", "--out", str(tmp_path)), re.escape("the report is made by Jinja2: pip install 'misconv[demo]'")
-    )
+    refused(call("demo", "--out", str(tmp_path)), re.escape(message))
 
 
 @pytest.mark.parametrize("name", ["typer", "rich"])
@@ -193,6 +200,13 @@ def test_a_full_disk_costs_the_report_but_not_the_numbers(
     def fill_up(path: Path, data: bytes) -> None:
         raise OSError(28, f"cannot write {path}: No space left on device")
 
+    run, made = demo.run, []
+
+    def run_once(*arguments: Any, **options: Any) -> demo.Demo:
+        made.extend([] if made else [run(*arguments, **options)])
+        return made[0]
+
+    monkeypatch.setattr(demo, "run", run_once)
     monkeypatch.setattr(report, "write_bytes", fill_up)
     result = call("demo", "--quick", "--seeds", "1", "--out", str(tmp_path))
     assert result.exit_code == 2
