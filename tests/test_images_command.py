@@ -69,7 +69,7 @@ def test_from_pictures_to_filled_ones(pictures: Path, tmp_path: Path) -> None:
         deviation = np.load(sd / path.with_suffix(".npy").name)
         assert (deviation[:, seen] == 0).all()
         assert (deviation[:, ~seen] > 0).all()
-        samples = [np.asarray(Image.open(out / f"{path.stem}-{number}.png")) for number in (1, 2)]
+        samples = [np.asarray(Image.open(out / f"sample-{number}" / path.name)) for number in (1, 2)]
         assert (samples[0][~seen] != samples[1][~seen]).any()
         assert np.array_equal(samples[0][seen], before[seen])
     report = call("assess", pictures, "--density", density, "--device", "cpu", "--json")
@@ -227,4 +227,5 @@ def test_several_processes_share_the_files(pictures: Path, tmp_path: Path) -> No
     alone = call("impute", pictures, "-o", tmp_path / "alone", "--density", tmp_path / "out" / "density.safetensors", "--device", "cpu")  # fmt: skip
     assert alone.exit_code == 1
     for path in (tmp_path / "alone").glob("*.png"):
-        assert np.array_equal(Image.open(path), Image.open(tmp_path / "out" / path.name))
+        one, other = (np.asarray(Image.open(each)).astype(int) for each in (path, tmp_path / "out" / path.name))
+        assert abs(one - other).max() <= 1  # batches of other sizes round otherwise

@@ -5,7 +5,7 @@ from misconv._files.find import RASTER, SUFFIXES, FoundFile, find_files
 from misconv._files.image import StoredImage, holds, read_image, read_shape, write_image
 from misconv._files.labels import labels_of, read_labels
 from misconv._files.scene import Scene, open_scene, write_scene, write_window
-from misconv._files.tiles import Prediction, fill_scene, predict, reach_of
+from misconv._files.tiles import Prediction, fill_scene, predict, predict_batch, reach_of
 
 __all__ = [
     "RASTER",
@@ -22,6 +22,7 @@ __all__ = [
     "labels_of",
     "open_scene",
     "predict",
+    "predict_batch",
     "reach_of",
     "read_image",
     "read_labels",

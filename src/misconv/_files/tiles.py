@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from misconv._files.image import Array, StoredImage, holds
 from misconv._files.scene import Window, open_scene, write_scene, write_window
 
-__all__ = ["LARGEST_PIECE", "Prediction", "fill_scene", "predict", "reach_of"]
+__all__ = ["LARGEST_PIECE", "Prediction", "fill_scene", "predict", "predict_batch", "reach_of"]
 
 Floats: TypeAlias = NDArray[np.float32]
 Density: TypeAlias = Callable[[Tensor, Tensor], Any]
@@ -75,6 +75,17 @@ def predict(
             yield Prediction(window, *_ask(density, x, inside, place.device))
             if core < max(size):
                 _return_memory()
+
+
+def predict_batch(density: Density, coded: Floats) -> tuple[Floats, Floats]:
+    """Mean and deviation of images (B, C, H, W) with NaN where they are missing."""
+    place = next((t for t in _tensors(density) if t.is_floating_point()), torch.zeros(()))
+    x = torch.from_numpy(coded).to(place.device)
+    observed = ~x.isnan()
+    with torch.inference_mode():
+        p = density(x.where(observed, 0), observed)
+        mean, variance = (t.float().cpu().numpy() for t in (p.mean, p.variance))
+    return mean, np.sqrt(np.maximum(variance, 0))
 
 
 @cache
