@@ -209,7 +209,7 @@ def _write_deviation(path: Path, image: StoredImage, error: np.ndarray) -> None:
 
 
 def _write_samples(target: Path, image: StoredImage, density: nn.Module, settings: ImputeSettings) -> None:
-    """Completed images, under the same name in folders sample-1, sample-2 and so on, which differ where nobody knows."""
+    """Completed images, under the same name in folders sample-1, sample-2 and so on; they differ where nobody knows."""
     place = next(density.parameters())
     coded = torch.from_numpy(image.coded()).to(place.device).unsqueeze(0)
     observed = ~coded.isnan()
