@@ -25,20 +25,17 @@ COMMANDS: dict[str, Any] = get_command(cli.app).commands  # type: ignore[attr-de
 
 
 def misconv(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """In a new process, of one thread: other tests run beside it."""
     command = [sys.executable, "-W", "error", "-m", "misconv", *arguments]
+    known = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-        timeout=240,
-        env={**os.environ, **environment},
+        command, capture_output=True, text=True, encoding="utf-8", check=False, timeout=240, env=known
     )
 
 
 def help_of(*words: str) -> str:
-    shown = CliRunner().invoke(cli.app, [*words, "--help"], prog_name="misconv", env={"COLUMNS": "80"})
+    """As a terminal of 80 columns shows it: it leaves two of them free, which the runner does not do by itself."""
+    shown = CliRunner().invoke(cli.app, [*words, "--help"], prog_name="misconv", terminal_width=78)
     assert shown.exit_code == 0
     return shown.stdout
 

@@ -115,7 +115,7 @@ app.command(short_help="Fill the holes of images, each file in its own format.")
 app.command(short_help="Tell how far a density can be believed.")(cli_images.assess)
 app.command()(cli_classifier.train)
 app.command(short_help="Tell how often a trained classifier is right.")(cli_classifier.evaluate)
-app.command(short_help="Tell the class of images with holes, and the doubt that holes make.")(cli_classifier.predict)
+app.command(short_help="Tell the class of images with holes, and how sure that is.")(cli_classifier.predict)
 
 
 @app.command()
