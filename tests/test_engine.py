@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
-from misconv import MFA, SMFA, ConvDMFA, data, fit_density, missing, store
+from misconv import MFA, SMFA, ConvDMFA, convert, data, fit_density, missing, store
 from misconv._train import engine as _engine
 from misconv._train import session as _session
 from misconv._train.budget import warm_up_cosine
@@ -608,6 +609,20 @@ def test_a_classifier_gets_integers_as_numbers() -> None:
         histories.append(fit_classifier(network, x, labels, epochs=2, learning_rate=1e-4, progress=False))
         results.append(network)
     assert all(same(results[0], other) for other in results[1:])
+    assert all(histories[0] == other for other in histories[1:])
+
+
+@pytest.mark.parametrize("augment", [None, "shift"])
+def test_a_classifier_gets_integers_of_a_dataset_as_numbers(augment: str | None) -> None:
+    images, labels = data.load("digits").train[:96], data.load("digits").train_labels[:96]
+    histories = []
+    for x in (images, images.to(torch.get_default_dtype()), images.to(torch.int16)):
+        torch.manual_seed(0)
+        density = ConvDMFA(1, rank=1, widths=(4,), depths=(1,))
+        layers = torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 10)
+        network = convert(torch.nn.Sequential(*layers), density)
+        pairs = TensorDataset(x, labels)
+        histories.append(fit_classifier(network, pairs, epochs=2, learning_rate=1e-4, augment=augment, progress=False))
     assert all(histories[0] == other for other in histories[1:])
 
 

@@ -18,7 +18,17 @@ from torch.utils.data import DataLoader
 
 import misconv
 from misconv import UNetDMFA, data, impute
-from misconv._files import Crops, fill_scene, find_files, predict, reach_of, read_image, read_shape, write_image
+from misconv._files import (
+    Crops,
+    FoundFile,
+    fill_scene,
+    find_files,
+    predict,
+    reach_of,
+    read_image,
+    read_shape,
+    write_image,
+)
 
 rasterio = pytest.importorskip("rasterio")
 
@@ -347,7 +357,8 @@ def test_a_scene_is_filled_window_by_window(tmp_path: Path) -> None:
     assert np.array_equal(filled[seen], values[seen])
     assert (deviation[seen] == 0).all()
     assert (deviation[~seen] > 0).all()
-    fill_scene(tmp_path / "a.tif", tmp_path / "c.tif", density.eval(), largest=192)
+    source = FoundFile(tmp_path / "a.tif", Path("a.tif"))
+    fill_scene(source, [tmp_path / "c.tif"], density.eval(), largest=192)
     again = read_image(tmp_path / "c.tif").values.astype(int)
     assert np.abs(again - filled).max() <= 1  # where half a unit is rounded
 
@@ -367,3 +378,77 @@ def test_a_scene_that_cannot_be_filled_leaves_nothing_behind(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="out must be another file"):
         impute.scene(tmp_path / "a.tif", tmp_path / "a.tif", random_density(1))
     assert sorted(os.listdir(tmp_path)) == ["a.tif", "void.tif"]
+
+
+# A file for every band -----------------------------------------------------------------------------------------------
+
+
+def band_folder(folder: Path, side: int, suffix: str = ".tif") -> Any:
+    """Three images of the bands B2, B3 and B10; the second has no B3. Returns their values, (3, 3, side, side)."""
+    values = random_values((3, 3, side, side), "int16") // 8
+    values[:, :, 4:9, 4:9] = -9999
+    for number in range(3):
+        for band, word in enumerate(("B2", "B3", "B10")):
+            if (number, word) == (1, "B3"):
+                continue
+            path = folder / f"scene{number}_{word}{suffix}"
+            if suffix == ".tif":
+                write_raster(path, values[number, band, None], nodata=-9999)
+            else:
+                np.save(path, values[number, band])
+    np.save(folder / "other.npy", np.zeros((2, 2)))
+    return values
+
+
+@pytest.mark.parametrize("suffix", [".tif", ".npy"])
+def test_bands_that_are_files_of_their_own(suffix: str, tmp_path: Path) -> None:
+    values = band_folder(tmp_path, 20, suffix)
+    images = data.images(tmp_path, nodata=-9999, bands=("B2", "B3", "B10"))
+    assert [file.name.name for file in images.files] == [f"scene{number}{suffix}" for number in range(3)]
+    expected = torch.from_numpy(values.astype(np.float32))
+    expected[expected == -9999] = torch.nan
+    expected[1, 1] = torch.nan
+    assert torch.equal(torch.stack([images[n] for n in range(3)]).nan_to_num(7), expected.nan_to_num(7))
+    crops = Crops(images, 16, [(3, 20, 20)] * 3)
+    assert torch.equal(crops[0].nan_to_num(7), expected[0, :, :16, :16].nan_to_num(7))
+    folders = tmp_path / "by_folder"
+    for word in ("t1", "flair"):
+        (folders / word).mkdir(parents=True)
+        np.save(folders / word / "a.npy", np.full((2, 2), len(word)))
+    assert data.images(folders, bands=("flair", "t1"))[0][:, 0, 0].tolist() == [5, 2]
+
+
+def test_bands_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    for word, shape in (("A", (4, 4)), ("B", (4, 5))):
+        np.save(tmp_path / f"x-{word}.npy", np.zeros(shape))
+    with pytest.raises(ValueError, match=r"x-B.npy must have one band of the size and type of x-A.npy"):
+        data.images(tmp_path, bands=("A", "B"))[0]
+    np.save(tmp_path / "x-B.npy", np.zeros((3, 4, 4)))
+    with pytest.raises(ValueError, match=r"must have one band"):
+        data.images(tmp_path, bands=("B", "C"))[0]
+    with pytest.raises(ValueError, match="bands must be words in the names of files, got Q"):
+        data.images(tmp_path, bands=("Q",))
+    with pytest.raises(ValueError, match="bands must be different words"):
+        data.images(tmp_path, bands=("A", "A"))
+    with pytest.raises(TypeError, match="bands must be a list of words"):
+        data.images(tmp_path, bands="AB")
+
+
+def test_scenes_of_several_files_are_filled_window_by_window(tmp_path: Path) -> None:
+    """Window by window as in one piece, into a file for every band, also for the one that was not there."""
+    values = band_folder(tmp_path, 150)
+    (file,) = [file for file in find_files(tmp_path, ("B2", "B3", "B10")) if file.name.name == "scene1.tif"]
+    density = random_density(3).eval()
+    outs, errors = ([tmp_path / f"{kind}{n}.tif" for n in range(3)] for kind in ("out", "sd"))
+    fill_scene(file, outs, density, errors, largest=192)
+    coded = data.images(tmp_path, bands=("B2", "B3", "B10"))[1]
+    with torch.no_grad():
+        p = density(coded.unsqueeze(0))
+    for band in range(3):
+        with rasterio.open(outs[band]) as made, rasterio.open(errors[band]) as deviation:
+            filled, sd = made.read(1), deviation.read(1)
+            assert (made.crs.to_epsg(), made.nodata, made.dtypes[0]) == (32633, None, "int16")
+        seen = ~coded[band].isnan().numpy()
+        assert np.array_equal(filled[seen], values[1, band][seen])
+        np.testing.assert_allclose(filled, p.mean[0, band].numpy(), atol=0.51)
+        np.testing.assert_allclose(sd, p.variance[0, band].sqrt().numpy(), rtol=1e-3, atol=1e-3)

@@ -229,3 +229,29 @@ def test_several_processes_share_the_files(pictures: Path, tmp_path: Path) -> No
     for path in (tmp_path / "alone").glob("*.png"):
         one, other = (np.asarray(Image.open(each)).astype(int) for each in (path, tmp_path / "out" / path.name))
         assert abs(one - other).max() <= 1  # batches of other sizes round otherwise
+
+
+def test_bands_in_files_of_their_own_come_back_so(tmp_path: Path) -> None:
+    """Also a band that an image lacks, which is missing as a whole."""
+    folder = tmp_path / "scenes"
+    folder.mkdir()
+    draw = np.random.default_rng(0)
+    for number in range(6):
+        plane = np.add.outer(np.arange(20.0), np.arange(20.0)) + draw.uniform(0, 9)
+        plane[4:8, 5:9] = np.nan
+        for band in range(3):
+            if (number, band) != (2, 1):
+                np.save(folder / f"{number}_b{band}.npy", (plane * (band + 1)).astype(np.float32))
+    out, sd = tmp_path / "out", tmp_path / "sd"
+    done = call("impute", folder, "-o", out, "--sd", sd, "--bands", "b0,b1,b2", "--samples", 1, *QUICK)
+    assert done.exit_code == 0, done.output
+    assert "6 filled" in done.output
+    for kind in (out, sd, out / "sample-1"):
+        assert len(list(kind.glob("*.npy"))) == 18
+    for path in folder.iterdir():
+        before, after = np.load(path), np.load(out / path.name)
+        assert after.shape == before.shape
+        seen = ~np.isnan(before)
+        assert np.array_equal(after[seen], before[seen])
+        assert np.isfinite(after).all()
+    assert (np.load(sd / "2_b1.npy") > 0).all()

@@ -13,6 +13,7 @@ import typer
 
 from misconv._terminal import refuse
 from misconv.cli_options import (
+    Bands,
     Device,
     HoleIs,
     Images,
@@ -67,6 +68,7 @@ def train(
     nodata: Nodata = None,
     masks: Masks = None,
     hole_is: HoleIs = "white",
+    bands: Bands = None,
     device: Device = None,
     precision: Precision = "32-true",
     workers: Workers = 0,
@@ -89,7 +91,7 @@ def train(
         from misconv.images import TrainSettings, parse_budget, train_files
         from misconv.store import save
 
-        dataset = open_images(images, nodata, masks, hole_is, processes.say)
+        dataset = open_images(images, nodata, masks, hole_is, bands, processes.say)
         processes.on_first(lambda: check_new_file("--out", out))
         checkpoint = out.with_name(out.name + ".checkpoint")
         settings = TrainSettings(
@@ -114,6 +116,7 @@ def evaluate(
     nodata: Nodata = None,
     masks: Masks = None,
     hole_is: HoleIs = "white",
+    bands: Bands = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
@@ -124,7 +127,7 @@ def evaluate(
     with own_images("stopped"), started(device, as_json=as_json) as processes:
         from misconv.images import Outcome, evaluate_files, load_classifier
 
-        dataset = open_images(images, nodata, masks, hole_is, processes.say)
+        dataset = open_images(images, nodata, masks, hole_is, bands, processes.say)
         classifier, outcome = load_classifier(model, processes.fabric.device), Outcome()
         with processes.bar("reading", len(dataset)) as advance:
             found = evaluate_files(
@@ -149,6 +152,7 @@ def predict(
     nodata: Nodata = None,
     masks: Masks = None,
     hole_is: HoleIs = "white",
+    bands: Bands = None,
     device: Device = None,
     seed: Annotated[int, typer.Option(help="Of the completions.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
@@ -165,7 +169,7 @@ def predict(
     with own_images("stopped; nothing was written"), started(device, as_json=as_json) as processes:
         from misconv.images import Outcome, load_classifier, predict_files
 
-        dataset = open_images(images, nodata, masks, hole_is, processes.say)
+        dataset = open_images(images, nodata, masks, hole_is, bands, processes.say)
         processes.on_first(lambda: _check_table(out, overwrite))
         classifier, outcome = load_classifier(model, processes.fabric.device), Outcome()
         mine = dataset.only(range(len(dataset))[processes.share])

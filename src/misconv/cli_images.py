@@ -9,6 +9,7 @@ import typer
 
 from misconv._terminal import refuse
 from misconv.cli_options import (
+    Bands,
     Budget,
     Device,
     HoleIs,
@@ -48,6 +49,7 @@ def fit(
     nodata: Nodata = None,
     masks: Masks = None,
     hole_is: HoleIs = "white",
+    bands: Bands = None,
     device: Device = None,
     precision: Precision = "32-true",
     workers: Workers = 0,
@@ -68,7 +70,7 @@ def fit(
         settings = FitSettings(
             parse_budget(budget), processes.fabric, components, rank, seed, workers, checkpoint, processes.terminal
         )
-        dataset = open_images(images, nodata, masks, hole_is, processes.say)
+        dataset = open_images(images, nodata, masks, hole_is, bands, processes.say)
         processes.on_first(lambda: check_new_file("--out", out))
         density, history, outcome = fit_files(dataset, settings, processes.say)
         processes.join(outcome)
@@ -92,6 +94,7 @@ def impute(
     nodata: Nodata = None,
     masks: Masks = None,
     hole_is: HoleIs = "white",
+    bands: Bands = None,
     device: Device = None,
     precision: Precision = "32-true",
     workers: Workers = 0,
@@ -110,7 +113,7 @@ def impute(
     with own_images(_GO_ON), started(device, precision, as_json=as_json) as processes:
         from misconv.images import ImputeSettings, impute_files, keep_record
 
-        dataset = _outside(open_images(images, nodata, masks, hole_is, processes.say), out, sd)
+        dataset = _outside(open_images(images, nodata, masks, hole_is, bands, processes.say), out, sd)
         processes.on_first(lambda: _prepare_folders(out, sd, overwrite))
         model = _density_for(dataset, density, out, budget, seed, workers, processes)
         fabric = processes.fabric
@@ -134,6 +137,7 @@ def assess(
     nodata: Nodata = None,
     masks: Masks = None,
     hole_is: HoleIs = "white",
+    bands: Bands = None,
     device: Device = None,
     seed: Annotated[int, typer.Option(help="Of what is hidden.")] = 0,
     as_json: Json = False,
@@ -147,7 +151,7 @@ def assess(
     with own_images("stopped"), started(device, as_json=as_json) as processes:
         from misconv.images import assess_files
 
-        dataset = open_images(images, nodata, masks, hole_is, processes.say)
+        dataset = open_images(images, nodata, masks, hole_is, bands, processes.say)
         found, outcome = assess_files(dataset, load_model(density, processes), processes.say, limit=limit, seed=seed)
         tell(processes, {**found.to_dict(), **outcome.to_dict()}, [str(found)])
         end(processes, outcome)

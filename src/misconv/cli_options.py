@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from misconv.images import Outcome
 
 __all__ = [
+    "Bands",
     "Budget",
     "Device",
     "HoleIs",
@@ -53,6 +54,10 @@ Masks = Annotated[
     Path | None, typer.Option(metavar="PATH", help="A folder of pictures of the holes, by name, or one for all.")
 ]
 HoleIs = Annotated[str, typer.Option(metavar="white|black", help="What a hole is in --masks.")]
+Bands = Annotated[
+    str | None,
+    typer.Option(metavar="A,B,…", help="Words by which names differ where every band is a file of its own."),
+]
 Budget = Annotated[str, typer.Option(metavar="TIME", help="How long to learn: 90s, 5min, 1h or 2000steps.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is one.")]
 Precision = Annotated[str, typer.Option(help="32-true, bf16-mixed or 16-mixed.")]
@@ -150,7 +155,12 @@ def started(device: str | None, precision: str = "32-true", *, as_json: bool) ->
 
 
 def open_images(
-    images: list[str], nodata: str | None, masks: Path | None, hole_is: str, say: Callable[[str], None] = note
+    images: list[str],
+    nodata: str | None,
+    masks: Path | None,
+    hole_is: str,
+    bands: str | None = None,
+    say: Callable[[str], None] = note,
 ) -> ImageFiles:
     """The files that a call names; says so where holes and what is seen seem to be exchanged."""
     from misconv import data
@@ -159,7 +169,8 @@ def open_images(
         number = None if nodata is None else float(nodata)
     except ValueError:
         raise ValueError(f"--nodata must be a number, got {nodata!r}") from None
-    found = data.images(images, nodata=number, masks=masks, hole_is=hole_is)
+    words = [] if bands is None else [word.strip() for word in bands.split(",")]
+    found = data.images(images, nodata=number, masks=masks, hole_is=hole_is, bands=words)
     if masks is not None:
         _check_polarity(found, hole_is, say)
     return found

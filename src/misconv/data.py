@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,6 +77,7 @@ def images(
     nodata: float | None = None,
     masks: str | Path | None = None,
     hole_is: str = "white",
+    bands: Sequence[str] = (),
 ) -> ImageFiles:
     """Image files as a Dataset of float32 tensors (C, H, W) in their own units, NaN where they are missing.
 
@@ -89,6 +90,8 @@ def images(
         nodata: a number that stands for "no reading", compared before anything else is done.
         masks: a folder with a picture of the same name for every file, or one picture for all of them.
         hole_is: what a hole is in `masks`, "white" or "black".
+        bands: where each band is a file of its own, the words by which their names differ, such as ("B02", "B03"), in
+            the order of the channels; a word may also be a folder. A band without a file is missing as a whole.
 
     Example:
         >>> import tempfile
@@ -100,7 +103,9 @@ def images(
         >>> folder.cleanup()
     """
     place = None if masks is None else _path("masks", masks)
-    return ImageFiles(find_files(sources), nodata, place, hole_is)
+    if isinstance(bands, str) or not all(isinstance(band, str) for band in bands):
+        raise TypeError(f"bands must be a list of words, got {describe(bands)}")
+    return ImageFiles(find_files(sources, tuple(bands)), nodata, place, hole_is)
 
 
 @dataclass(frozen=True, eq=False)

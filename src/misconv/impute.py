@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from misconv._checks import check_images, check_observed, check_seen_finite, check_size, describe
-from misconv._files import fill_scene
+from misconv._files import FoundFile, fill_scene
 from misconv._math import full_precision, nearest_fill
 from misconv._math import push_pull as smooth_fill
 from misconv.mfa import MFA
@@ -250,7 +250,8 @@ def scene(
     try:
         if isinstance(density, nn.Module):
             density.eval()
-        return fill_scene(Path(path), Path(out), density, errors, nodata)
+        source = FoundFile(Path(path), Path(Path(path).name))
+        return fill_scene(source, [Path(out)], density, None if errors is None else [errors], nodata)
     finally:
         if isinstance(density, nn.Module):
             density.train(training)

@@ -254,6 +254,7 @@ def fit_classifier(
         network: takes a batch of `inputs` (a tuple as several arguments) and returns logits; trained in place.
         inputs: an MFA of all training images, a tensor, or a tuple of tensors. Or a map-style Dataset of pairs
             (x, label), which is read batch by batch: NaN-coded images and their classes, for a converted network.
+            Integers become floating-point numbers of the same value.
         labels: (N,), integers; None where `inputs` is a Dataset.
         validation_inputs, validation_labels: to choose the epoch by; the last one is taken where there are none.
         epochs: how long, by default 20; where `inputs` is a Dataset also in `steps` or `minutes`.

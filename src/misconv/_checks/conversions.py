@@ -151,7 +151,7 @@ def _is_pil(x: object) -> bool:
 
 
 def _from_pil(x: Any, name: str) -> tuple[Tensor, Tensor | None]:
-    """A PIL image as (1, C, H, W), and where it is not wholly transparent, (1, 1, H, W)."""
+    """A PIL image as (C, H, W), and where it is not wholly transparent, (1, H, W)."""
     mode = _CONVERTED.get(x.mode, x.mode)
     if "transparency" in x.info:  # of one colour, or of some of a palette
         mode = _WITH_ALPHA.get(mode, mode)
@@ -163,21 +163,21 @@ def _from_pil(x: Any, name: str) -> tuple[Tensor, Tensor | None]:
     pixels = np.atleast_3d(np.asarray(x if x.mode == mode else x.convert(mode)))  # (H, W, C)
     alpha = pixels[..., -1] if mode in _WITH_ALPHA.values() else np.ones(1)
     colours = pixels[..., :-1] if mode in _WITH_ALPHA.values() else pixels
-    return _to_tensor(np.moveaxis(colours, 2, 0)[None]), _seen(alpha == 0, (1, 1, *pixels.shape[:2]))
+    return _to_tensor(np.moveaxis(colours, 2, 0)), _seen(alpha == 0, (1, *pixels.shape[:2]))
 
 
 def _from_pil_list(x: Any, name: str) -> tuple[Tensor, Tensor | None]:
     """PIL images of one size as a batch."""
     found = [_from_pil(each, name) for each in x]
-    kinds = {(tuple(image.shape[1:]), image.dtype) for image, _ in found}
+    kinds = {(tuple(image.shape), image.dtype) for image, _ in found}
     if len(kinds) > 1:
         listed = " and ".join(sorted(f"{dtype} of {shape}" for shape, dtype in kinds))
         raise ValueError(f"{name} must be PIL images of one size, one type and one number of channels, got {listed}")
-    images = torch.cat([image for image, _ in found])
+    images = torch.stack([image for image, _ in found])
     if all(seen is None for _, seen in found):
         return images, None
-    whole = torch.ones(1, 1, *images.shape[2:], dtype=torch.bool, device="cpu")
-    return images, torch.cat([whole if seen is None else seen for _, seen in found])
+    whole = torch.ones(1, *images.shape[2:], dtype=torch.bool, device="cpu")
+    return images, torch.stack([whole if seen is None else seen for _, seen in found])
 
 
 def _to_tensor(x: np.ndarray[Any, Any]) -> Tensor:

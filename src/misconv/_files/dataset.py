@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from misconv._files.find import RASTER, FoundFile, find_files
-from misconv._files.image import Array, StoredImage, holds, read_image
-from misconv._files.scene import open_scene
+from misconv._files.bands import is_raster, open_file, read_file
+from misconv._files.find import FoundFile, find_files
+from misconv._files.image import Array, StoredImage, read_image
 
 __all__ = ["Crops", "ImageFiles"]
 
@@ -67,7 +67,7 @@ class ImageFiles(Dataset[Tensor]):
     def stored(self, index: int) -> StoredImage:
         """The image as its file holds it."""
         file = self.files[index]
-        image = read_image(file.path, self.nodata)
+        image = read_file(file, self.nodata)
         if self.masks is None:
             return image
         return image.without(self.masks.holes(file, image.shape[1:], self.hole_is))
@@ -128,16 +128,12 @@ class Crops(Dataset[Tensor]):
 
     def _window(self, index: int, y: int, x: int) -> Tensor:
         rows, columns = slice(y, y + self.side), slice(x, x + self.side)
-        path = self.images.files[index].path
-        if path.suffix.lower() in RASTER and self.images.masks is None:
-            with open_scene(path) as scene:
-                _, height, width = scene.shape
+        file = self.images.files[index]
+        if is_raster(file) and self.images.masks is None:
+            with open_file(file, self.images.nodata) as opened:
+                _, height, width = opened.shape
                 window = slice(y, min(y + self.side, height)), slice(x, min(x + self.side, width))
-                values, observed = scene.read(window)
-            if self.images.nodata is not None:
-                observed = observed & ~holds(values, self.images.nodata)
-            found = torch.from_numpy(values.astype(np.float32))
-            return found.masked_fill(~torch.from_numpy(observed), torch.nan)
+                return torch.from_numpy(opened.read(window).coded())
         if self._last is None or self._last[0] != index:
             self._last = index, self.images[index]
         return self._last[1][:, rows, columns].clone()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["SUFFIXES", "FoundFile", "find_files"]
+__all__ = ["SUFFIXES", "BandFile", "FoundFile", "find_files"]
 
 PILLOW = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 RASTER = (".tif", ".tiff")
@@ -17,18 +18,66 @@ SUFFIXES = (*PILLOW, *RASTER, *ARRAYS)
 
 
 class FoundFile(NamedTuple):
-    """A file, and its name below the folder in which it was found."""
+    """A file, and its name below the folder in which it was found.
+
+    Where the bands of an image are files of their own, `bands` are these; `path` is the first of them that is there,
+    `name` what their names have in common.
+    """
 
     path: Path
     name: Path
+    bands: tuple[BandFile, ...] = ()
 
 
-def find_files(sources: str | Path | Iterable[str | Path]) -> list[FoundFile]:
+class BandFile(NamedTuple):
+    """The file of one band, None where this image lacks it, and the name that it has or would have."""
+
+    path: Path | None
+    name: Path
+
+
+def find_files(sources: str | Path | Iterable[str | Path], bands: Sequence[str] = ()) -> list[FoundFile]:
     """All image files that the sources name, in the order of their names, each once.
 
     Folders are searched to the bottom for the suffixes of images; links to folders are not followed, so that a loop of
     them ends nowhere. A file that is named itself may have any suffix.
+
+    Args:
+        bands: words in the names of files, such as ("B02", "B03"), or of their folders: files whose names differ in
+            that word alone are the bands of one image, in this order. Files without any of them are left out.
     """
+    files = _all_files(sources)
+    return group_bands(files, bands) if bands else files
+
+
+def group_bands(files: Sequence[FoundFile], bands: Sequence[str]) -> list[FoundFile]:
+    """Images whose bands are files of their own; a band that is not there is missing as a whole."""
+    if len(set(bands)) != len(bands) or not all(bands):
+        raise ValueError(f"bands must be different words, got {', '.join(map(repr, bands))}")
+    groups: dict[tuple[str, str], dict[str, FoundFile]] = {}
+    for file in files:
+        text = file.name.as_posix()
+        for band in bands:
+            found = re.search(rf"(?<![A-Za-z0-9]){re.escape(band)}(?![A-Za-z0-9])", text)
+            if found is not None:
+                groups.setdefault((text[: found.start()], text[found.end() :]), {})[band] = file
+                break
+    if not groups:
+        raise ValueError(
+            f"bands must be words in the names of files, got {', '.join(bands)}, and no file has one of them"
+        )
+    return [_group(before, after, parts, bands) for (before, after), parts in sorted(groups.items())]
+
+
+def _group(before: str, after: str, parts: dict[str, FoundFile], bands: Sequence[str]) -> FoundFile:
+    of_bands = tuple(
+        BandFile(parts[band].path if band in parts else None, Path(f"{before}{band}{after}")) for band in bands
+    )
+    common = f"{before.rstrip('_-. /')}{after}" if before.rstrip("_-. /") else after.lstrip("_-. /")
+    return FoundFile(next(iter(parts.values())).path, Path(common), of_bands)
+
+
+def _all_files(sources: str | Path | Iterable[str | Path]) -> list[FoundFile]:
     found: dict[str, FoundFile] = {}
     names: dict[Path, Path] = {}
     for source in [sources] if isinstance(sources, (str, os.PathLike)) else sources:

@@ -10,7 +10,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -38,7 +38,7 @@ class StoredImage:
     observed: Array
     encode: Callable[[Array, Array], bytes]  # filled values and what is known of them now → the content of a file
     suffix: str  # of a file with that content
-    meta: dict[str, Any] = field(default_factory=dict)
+    bands: tuple[StoredImage, ...] = ()  # where each of them is a file of its own
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -59,7 +59,7 @@ class StoredImage:
 
     def without(self, holes: Array) -> StoredImage:
         """The same with more of it missing: bool (H, W), True where a pixel is missing."""
-        return replace(self, observed=self.observed & ~holes)
+        return replace(self, observed=self.observed & ~holes, bands=tuple(band.without(holes) for band in self.bands))
 
     def fill(self, prediction: Array) -> Array:
         """The file's own numbers where it was seen, elsewhere a prediction (C, H, W), rounded and kept in range."""

@@ -16,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from misconv._files.image import Array, StoredImage, holds
-from misconv._files.scene import Window, open_scene, write_scene, write_window
+from misconv._files.bands import open_file, write_windows
+from misconv._files.find import FoundFile
+from misconv._files.scene import Window
 
 __all__ = ["LARGEST_PIECE", "Prediction", "fill_scene", "predict", "predict_batch", "reach_of"]
 
@@ -128,49 +129,36 @@ def _pieces(length: int, core: int, reach: int) -> Iterator[tuple[int, int, int,
 
 
 def fill_scene(
-    path: Path,
-    out: Path,
+    file: FoundFile,
+    outs: list[Path],
     density: Density,
-    deviation: Path | None = None,
+    deviations: list[Path] | None = None,
     nodata: float | None = None,
     largest: int = LARGEST_PIECE,
     advance: Callable[[float], None] | None = None,
 ) -> float:
-    """Fill a TIFF of any size into another one; returns the share that was missing. `advance` hears how far it is."""
-    with open_scene(path) as scene:
-        bands, height, width = scene.shape
-        recipe, missing, done = scene.recipe(), 0, 0
-
-        def read_stored(window: Window) -> StoredImage:
-            values, observed = scene.read(window)
-            if nodata is not None:
-                observed = observed & ~holds(values, nodata)
-            return StoredImage(path, values, observed, _never, path.suffix)
-
-        with write_scene(out, recipe, complete=True) as target, _deviations(deviation, recipe) as errors:
-            for part in predict(density, lambda window: read_stored(window).coded(), scene.shape, largest):
-                stored = read_stored(part.window)
-                missing += int((~np.broadcast_to(stored.observed, stored.shape)).sum())
-                known = np.ones((1, *stored.shape[1:]), bool)
-                write_window(target, recipe, stored.fill(part.mean), known, part.window)
-                if errors is not None:
-                    errors.write(part.deviation, window=part.window)
+    """Fill TIFF files of any size into others; returns the share that was missing. `advance` hears how far it is."""
+    with open_file(file, nodata) as source:
+        bands, height, width = source.shape
+        recipes, missing, done = source.recipes(), 0, 0
+        with write_windows(outs, recipes) as write, _deviations(deviations, recipes) as write_error:
+            for part in predict(density, lambda window: source.read(window).coded(), source.shape, largest):
+                stored = source.read(part.window)
+                missing += int((~stored.observed).sum())
+                write(stored.fill(part.mean), part.window)
+                write_error(part.deviation, part.window)
                 done += stored.values[0].size
                 if advance is not None:
                     advance(done / (height * width))
             if missing == bands * height * width:
-                raise ValueError(f"{path.name} has no pixel that was seen")
+                raise ValueError(f"{file.path.name} has no pixel that was seen")
     return missing / (bands * height * width)
 
 
 @contextmanager
-def _deviations(path: Path | None, recipe: dict[str, Any]) -> Iterator[Any]:
-    if path is None:
-        yield None
+def _deviations(paths: list[Path] | None, recipes: list[dict[str, Any]]) -> Iterator[Any]:
+    if paths is None:
+        yield lambda values, window: None
         return
-    with write_scene(path, recipe, complete=True, dtype="float32") as data:
-        yield data
-
-
-def _never(filled: Array, known: Array) -> bytes:
-    raise AssertionError("a window of a scene is no file")
+    with write_windows(paths, recipes, dtype="float32") as write:
+        yield write

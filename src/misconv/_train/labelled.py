@@ -19,6 +19,7 @@ from misconv._checks import check_size, describe
 from misconv._torch import pytree
 from misconv._train.batches import batches_of, generator, smallest_batch
 from misconv._train.identity import fingerprint
+from misconv._train.images import as_floats
 from misconv._train.jobs import call_model
 from misconv._train.moves import apply_moves, draw_moves
 from misconv._train.running import Job, Rate
@@ -139,7 +140,7 @@ class _Reader:
             x, labels = item
             if not isinstance(labels, Tensor) or labels.dim() != 1 or labels.is_floating_point():
                 raise TypeError(f"{self.name} must yield labels that are integers, got {describe(labels)}")
-            there = pytree.tree_map(lambda t: t.to(self.fabric.device) if isinstance(t, Tensor) else t, x)
+            there = pytree.tree_map(lambda t: as_floats(t.to(self.fabric.device)) if isinstance(t, Tensor) else t, x)
             yield (tuple(there) if isinstance(there, list) else there), labels.long()
 
     def _move(self, x: Any, epoch: int, step: int, *, mirror: bool) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from misconv._files import Crops, ImageFiles, read_shape
+from misconv._files import Crops, ImageFiles, shape_of
 from misconv.assess import Assessment, assess
 from misconv.images.outcome import Outcome, Say, count_bands
 
@@ -24,7 +24,7 @@ def assess_files(
     def readable() -> Iterator[Tensor]:
         for index, path in enumerate(images.paths):
             try:
-                shape = read_shape(path)
+                shape = shape_of(images.files[index])
                 wanted = getattr(density, "channels", shape[0])
                 if shape[0] != wanted:
                     raise ValueError(f"has {count_bands(shape[0])}, and the density knows images of {wanted}")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from misconv._files import Crops, ImageFiles, read_shape
+from misconv._files import Crops, ImageFiles, shape_of
 from misconv._train import History
 from misconv.density import UNetDMFA
 from misconv.images.outcome import Outcome, Say, count_bands
@@ -135,7 +135,7 @@ def _shapes(images: ImageFiles, outcome: Outcome, say: Say) -> dict[int, tuple[i
     shapes = {}
     for index, path in enumerate(images.paths):
         try:
-            shapes[index] = read_shape(path)
+            shapes[index] = shape_of(images.files[index])
         except (ValueError, OSError) as error:
             outcome.fail(path, error, say)
     return shapes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,15 +14,18 @@ import torch
 from torch import nn
 
 from misconv._files import (
-    RASTER,
     FoundFile,
     ImageFiles,
     StoredImage,
     fill_scene,
+    is_raster,
+    names_of,
+    open_scene,
     predict,
     predict_batch,
-    read_shape,
-    write_image,
+    shape_of,
+    write_file,
+    write_scene,
 )
 from misconv._store import check_output_folder, read_json
 from misconv.images.outcome import Outcome, Say, count_bands
@@ -75,8 +79,7 @@ class _Waiting:
     """A small image that is filled together with others."""
 
     image: StoredImage
-    target: Path
-    deviation: Path | None
+    names: list[Path]  # of its files, in the folder of results
 
 
 class _Imputing:
@@ -90,7 +93,7 @@ class _Imputing:
         names = _new_names(self.images.files)
         for index in range(self.settings.rank, len(self.images), self.settings.world_size):
             with self._told(self.images.path(index)):
-                self._take(index, self.settings.out / names[index])
+                self._take(index, names[index])
             advance(index + 1)
         self._fill_waiting()
         return self.outcome
@@ -102,44 +105,42 @@ class _Imputing:
         except (ValueError, TypeError, OSError) as error:
             self.outcome.fail(path, error, self.say)
 
-    def _take(self, index: int, target: Path) -> None:
+    def _take(self, index: int, names: list[Path]) -> None:
         """Fill a file, or let it wait."""
         file = self.images.files[index]
-        if target.exists() and not self.settings.overwrite:
+        if (self.settings.out / names[0]).exists() and not self.settings.overwrite:
             self.outcome.kept.append(file.path)
             return
-        _check_bands(file, self.density)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        deviation = self._deviation(file, target)
-        if file.path.suffix.lower() in RASTER and max(read_shape(file.path)[1:]) > _LARGE and self.images.masks is None:
-            if self.settings.samples:
-                raise ValueError(f"{file.name} is too large for samples, which are drawn in one piece")
-            fill_scene(file.path, target, self.density, deviation, self.images.nodata)
-            self.outcome.done.append(file.path)
+        shape = _check_bands(file, self.density)
+        if is_raster(file) and max(shape[1:]) > _LARGE and self.images.masks is None:
+            self._fill_scene(file, names)
             return
         image = self.images.stored(index)
         if not image.observed.any():
             raise ValueError(f"{file.name} has no pixel that was seen")
-        if image.observed.all() and target.suffix == file.path.suffix:
-            self._copy(image, target, deviation)
+        if image.observed.all() and names == names_of(file):
+            self._copy(file, image)
         elif max(image.shape[1:]) <= _SMALL:
-            self._wait(_Waiting(image, target, deviation))
+            self._wait(_Waiting(image, names))
         else:
-            self._write(_Waiting(image, target, deviation), *_predict(image, self.density))
+            self._write(_Waiting(image, names), *_predict(image, self.density))
 
-    def _deviation(self, file: FoundFile, target: Path) -> Path | None:
-        if self.settings.deviation is None:
-            return None
-        suffix = ".tif" if file.path.suffix.lower() in RASTER else ".npy"
-        path = self.settings.deviation / target.relative_to(self.settings.out).with_suffix(suffix)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
+    def _fill_scene(self, file: FoundFile, names: list[Path]) -> None:
+        if self.settings.samples:
+            raise ValueError(f"{file.name} is too large for samples, which are drawn in one piece")
+        targets = [_made(self.settings.out / name) for name in names]
+        errors = None
+        if self.settings.deviation is not None:
+            errors = [_made(self.settings.deviation / name) for name in names]
+        fill_scene(file, targets, self.density, errors, self.images.nodata)
+        self.outcome.done.append(file.path)
 
-    def _copy(self, image: StoredImage, target: Path, deviation: Path | None) -> None:
-        if deviation is not None:
-            _write_deviation(deviation, image, np.zeros(image.shape, np.float32))
-        write_bytes(target, image.path.read_bytes())
-        self.outcome.complete.append(image.path)
+    def _copy(self, file: FoundFile, image: StoredImage) -> None:
+        self._write_deviation(_Waiting(image, names_of(file)), np.zeros(image.shape, np.float32))
+        paths = [band.path for band in file.bands if band.path is not None] or [file.path]
+        for path, name in reversed(list(zip(paths, names_of(file), strict=True))):
+            write_bytes(_made(self.settings.out / name), path.read_bytes())
+        self.outcome.complete.append(file.path)
 
     def _wait(self, new: _Waiting) -> None:
         full = len(self.waiting) * new.image.values.size >= _BATCH_NUMBERS
@@ -157,31 +158,52 @@ class _Imputing:
 
     def _write(self, filled: _Waiting, mean: np.ndarray, error: np.ndarray) -> None:
         """The image comes last: where it is there, all that belongs to it is there."""
-        if filled.deviation is not None:
-            _write_deviation(filled.deviation, filled.image, error)
+        self._write_deviation(filled, error)
         if self.settings.samples:
-            _write_samples(filled.target, filled.image, self.density, self.settings)
-        write_image(filled.target, filled.image, filled.image.fill(mean))
+            self._write_samples(filled)
+        write_file(self.settings.out, filled.names, filled.image, filled.image.fill(mean))
         self.outcome.done.append(filled.image.path)
 
+    def _write_deviation(self, filled: _Waiting, error: np.ndarray) -> None:
+        if self.settings.deviation is None:
+            return
+        parts = filled.image.bands or (filled.image,)
+        for name, part, values in zip(filled.names, parts, np.split(error, len(parts)), strict=True):
+            raster = part.path.suffix.lower() in (".tif", ".tiff")
+            path = _made(self.settings.deviation / name.with_suffix(name.suffix if raster else ".npy"))
+            _write_raster(path, part, values) if raster else _write_array(path, values)
 
-def _new_names(files: Sequence[FoundFile]) -> list[Path]:
+    def _write_samples(self, filled: _Waiting) -> None:
+        """Completed images, under the same name in folders sample-1, sample-2 …; they differ where nobody knows."""
+        for number, sample in enumerate(_samples(filled.image, self.density, self.settings), 1):
+            write_file(self.settings.out / f"sample-{number}", filled.names, filled.image, filled.image.fill(sample))
+
+
+def _made(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _new_names(files: Sequence[FoundFile]) -> list[list[Path]]:
     """Each file keeps its name, but a JPEG, which cannot be written without loss, becomes a PNG."""
-    taken = {file.name for file in files}
-    names = []
-    for name in (file.name for file in files):
-        if name.suffix.lower() in (".jpg", ".jpeg"):
-            short = name.with_suffix(".png")
-            name = short if short not in taken else name.with_name(f"{name.name}.png")
-            taken.add(name)
-        names.append(name)
-    return names
+    taken = {name for file in files for name in names_of(file)}
+
+    def renamed(name: Path) -> Path:
+        if name.suffix.lower() not in (".jpg", ".jpeg"):
+            return name
+        short = name.with_suffix(".png")
+        new = short if short not in taken else name.with_name(f"{name.name}.png")
+        taken.add(new)
+        return new
+
+    return [[renamed(name) for name in names_of(file)] for file in files]
 
 
-def _check_bands(file: FoundFile, density: nn.Module) -> None:
-    bands, wanted = read_shape(file.path)[0], getattr(density, "channels", None)
-    if wanted is not None and bands != wanted:
-        raise ValueError(f"{file.name} has {count_bands(bands)}, and the density knows images of {wanted}")
+def _check_bands(file: FoundFile, density: nn.Module) -> tuple[int, int, int]:
+    shape, wanted = shape_of(file), getattr(density, "channels", None)
+    if wanted is not None and shape[0] != wanted:
+        raise ValueError(f"{file.name} has {count_bands(shape[0])}, and the density knows images of {wanted}")
+    return shape
 
 
 def _predict(image: StoredImage, density: nn.Module) -> tuple[np.ndarray, np.ndarray]:
@@ -192,34 +214,29 @@ def _predict(image: StoredImage, density: nn.Module) -> tuple[np.ndarray, np.nda
     return mean, error
 
 
-def _write_deviation(path: Path, image: StoredImage, error: np.ndarray) -> None:
-    if path.suffix == ".npy":
-        import io
+def _write_array(path: Path, values: np.ndarray) -> None:
+    stream = io.BytesIO()
+    np.save(stream, values, allow_pickle=False)
+    write_bytes(path, stream.getvalue())
 
-        stream = io.BytesIO()
-        np.save(stream, error, allow_pickle=False)
-        write_bytes(path, stream.getvalue())
-        return
-    from misconv._files import open_scene, write_scene
 
+def _write_raster(path: Path, image: StoredImage, values: np.ndarray) -> None:
     with open_scene(image.path) as scene:
         recipe = scene.recipe()
     with write_scene(path, recipe, complete=True, dtype="float32") as data:
-        data.write(error)
+        data.write(values)
 
 
-def _write_samples(target: Path, image: StoredImage, density: nn.Module, settings: ImputeSettings) -> None:
-    """Completed images, under the same name in folders sample-1, sample-2 and so on; they differ where nobody knows."""
+def _samples(image: StoredImage, density: nn.Module, settings: ImputeSettings) -> np.ndarray:
+    """(N, C, H, W)."""
     place = next(density.parameters())
     coded = torch.from_numpy(image.coded()).to(place.device).unsqueeze(0)
     observed = ~coded.isnan()
     generator = torch.Generator(place.device).manual_seed(settings.seed)
     with torch.no_grad():
         drawn = density(coded.where(observed, 0), observed).sample(settings.samples, generator=generator)
-    for number, sample in enumerate(drawn[:, 0].float().cpu().numpy(), 1):
-        path = settings.out / f"sample-{number}" / target.relative_to(settings.out)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_image(path, image, image.fill(sample))
+    found: np.ndarray = drawn[:, 0].float().cpu().numpy()
+    return found
 
 
 def keep_record(folder: Path, outcome: Outcome) -> None:
