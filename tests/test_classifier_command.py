@@ -19,6 +19,7 @@ import torch
 import torchvision
 from PIL import Image
 from torch import nn
+from torchvision.transforms import v2
 from typer.testing import CliRunner, Result
 
 import misconv
@@ -259,7 +260,7 @@ def test_networks_of_other_channels_are_saved_and_loaded(name: str, tmp_path: Pa
 def test_normalize() -> None:
     layer = Normalize((1.0, 2.0), (3.0, 4.0))
     x = torch.rand(2, 2, 4, 4)
-    theirs = torchvision.transforms.v2.functional.normalize(x, [1.0, 2.0], [3.0, 4.0])
+    theirs = v2.functional.normalize(x, [1.0, 2.0], [3.0, 4.0])
     assert torch.allclose(layer(x), theirs)
     for mean, std, message in (
         ((1.0,), (1.0, 2.0), "one finite number per channel"),

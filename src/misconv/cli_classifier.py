@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from misconv._terminal import refuse
+from misconv._terminal import print_json, refuse
 from misconv.cli_options import (
     Bands,
     Device,
@@ -43,7 +43,9 @@ def train(
     images: Images,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File for the model.")],
     labels: Labels = None,
-    backbone: Annotated[str, typer.Option(help="A network of torchvision or timm, by its name.")] = "resnet18",
+    backbone: Annotated[
+        str, typer.Option(metavar="NAME", help="A network of torchvision or timm, by its name.")
+    ] = "resnet18",
     pretrained: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Weights to begin with: .safetensors, or .pth of torch.")
     ] = None,
@@ -59,12 +61,15 @@ def train(
     side: Annotated[
         int | None,
         typer.Option(
-            help="Bring all images to this many pixels; else to 224, or their own size if it is one and small."
+            metavar="N",
+            help="Bring all images to this many pixels; else to 224, or their own size if it is one and small.",
         ),
     ] = None,
     mirror: Annotated[bool, typer.Option("--mirror", help="A mirrored image is as good as another.")] = False,
-    validation: Annotated[float, typer.Option(help="The share of every class set aside to judge by.")] = 0.15,
-    batch_size: Annotated[int, typer.Option(help="Images in a step.")] = 32,
+    validation: Annotated[
+        float, typer.Option(metavar="SHARE", help="The share of every class set aside to judge by.")
+    ] = 0.15,
+    batch_size: Annotated[int, typer.Option(metavar="N", help="Images in a step.")] = 32,
     nodata: Nodata = None,
     masks: Masks = None,
     hole_is: HoleIs = "white",
@@ -72,7 +77,7 @@ def train(
     device: Device = None,
     precision: Precision = "32-true",
     workers: Workers = 0,
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of everything random.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Train a classifier on labelled images with holes.
@@ -80,7 +85,7 @@ def train(
     The network reads them as `misconv.convert` makes it: its first layer expects over what missing pixels may be.
     Stopped, it continues when it is called again in the same way.
 
-    Example: misconv train flowers/ -o flowers.safetensors --backbone resnet18 --pretrained resnet18.pth
+    Example: misconv train flowers/ -o model.safetensors --budget 30min
     """
     if not 0 <= validation < 1 or batch_size < 1 or (side is not None and side < 8):
         raise refuse("--validation must be at least 0 and below 1, --batch-size at least 1, --side at least 8")
@@ -147,14 +152,14 @@ def predict(
         typer.Option("--out", "-o", metavar="FILE", help="A .csv or .json file; by default CSV is printed."),
     ] = None,
     samples: Annotated[
-        int, typer.Option(help="Completions drawn to tell the doubt that holes make; 0: do not tell.")
+        int, typer.Option(metavar="N", help="Completions drawn to tell the doubt that holes make; 0: do not tell.")
     ] = 16,
     nodata: Nodata = None,
     masks: Masks = None,
     hole_is: HoleIs = "white",
     bands: Bands = None,
     device: Device = None,
-    seed: Annotated[int, typer.Option(help="Of the completions.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the completions.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -220,14 +225,14 @@ def _check_table(out: Path | None, overwrite: bool) -> None:
 def _write(
     rows: Sequence[dict[str, Any]], classes: list[str], out: Path | None, outcome: dict[str, Any], *, as_json: bool
 ) -> None:
-    document = json.dumps({"classes": classes, "predictions": list(rows), "failed": outcome["failed"]}, indent=1)
+    record = {"classes": classes, "predictions": list(rows), "failed": outcome["failed"]}
     if out is not None:
         from misconv.store import write_bytes
 
-        text = document if out.suffix.lower() == ".json" else _csv(rows, classes)
+        text = json.dumps(record, indent=1) if out.suffix.lower() == ".json" else _csv(rows, classes)
         write_bytes(out, text.encode())
     if as_json:
-        typer.echo(document)
+        print_json(record)
     elif out is None:
         typer.echo(_csv(rows, classes), nl=False)
     else:

@@ -44,8 +44,8 @@ def fit(
     images: Images,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File for the density.")],
     budget: Budget = "2min",
-    components: Annotated[int, typer.Option(help="K: more for residuals with heavy tails.")] = 1,
-    rank: Annotated[int, typer.Option(help="L: how many ways in which missing pixels vary together.")] = 4,
+    components: Annotated[int, typer.Option(metavar="N", help="K: more for residuals with heavy tails.")] = 1,
+    rank: Annotated[int, typer.Option(metavar="N", help="L: how many ways in which missing pixels vary together.")] = 4,
     nodata: Nodata = None,
     masks: Masks = None,
     hole_is: HoleIs = "white",
@@ -53,7 +53,7 @@ def fit(
     device: Device = None,
     precision: Precision = "32-true",
     workers: Workers = 0,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same density.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same density.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Learn what missing pixels may be, from incomplete images alone.
@@ -89,7 +89,9 @@ def impute(
         Path | None, typer.Option(metavar="FILE", help="What `misconv fit` wrote; by default one is learned first.")
     ] = None,
     sd: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder for the standard deviations.")] = None,
-    samples: Annotated[int, typer.Option(help="Completions to draw of every image, besides the mean.")] = 0,
+    samples: Annotated[
+        int, typer.Option(metavar="N", help="Completions to draw of every image, besides the mean.")
+    ] = 0,
     budget: Budget = "2min",
     nodata: Nodata = None,
     masks: Masks = None,
@@ -98,7 +100,7 @@ def impute(
     device: Device = None,
     precision: Precision = "32-true",
     workers: Workers = 0,
-    seed: Annotated[int, typer.Option(help="Of the density, if one is learned, and of the samples.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the density, if one is learned, and of the samples.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files in the folder.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -133,13 +135,13 @@ def impute(
 def assess(
     images: Images,
     density: Annotated[Path, typer.Option(metavar="FILE", help="What `misconv fit` wrote.")],
-    limit: Annotated[int | None, typer.Option(help="Take at most this many images.")] = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", help="Take at most this many images.")] = None,
     nodata: Nodata = None,
     masks: Masks = None,
     hole_is: HoleIs = "white",
     bands: Bands = None,
     device: Device = None,
-    seed: Annotated[int, typer.Option(help="Of what is hidden.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of what is hidden.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Tell how far a density can be believed: hide some of what is seen, and compare.

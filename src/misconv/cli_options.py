@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from misconv._terminal import interruptible, note, refuse, report_errors
+from misconv._terminal import interruptible, note, print_json, refuse, report_errors
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -59,9 +59,9 @@ Bands = Annotated[
     typer.Option(metavar="A,B,…", help="Words by which names differ where every band is a file of its own."),
 ]
 Budget = Annotated[str, typer.Option(metavar="TIME", help="How long to learn: 90s, 5min, 1h or 2000steps.")]
-Device = Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is one.")]
-Precision = Annotated[str, typer.Option(help="32-true, bf16-mixed or 16-mixed.")]
-Workers = Annotated[int, typer.Option(help="Processes that read files.")]
+Device = Annotated[str | None, typer.Option(metavar="cuda|cpu", help="cuda or cpu; cuda where there is one.")]
+Precision = Annotated[str, typer.Option(metavar="P", help="32-true, bf16-mixed or 16-mixed.")]
+Workers = Annotated[int, typer.Option(metavar="N", help="Processes that read files.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
@@ -225,9 +225,8 @@ def tell(processes: Processes, record: dict[str, Any], lines: list[str]) -> None
     if not processes.first:
         return
     if processes.as_json:
-        import json
-
-        lines = [json.dumps(record, indent=1)]
+        print_json(record)
+        return
     for line in lines:
         typer.echo(line)
 

@@ -27,7 +27,7 @@ class History(list[EpochRecord]):
 
 
 # A progress bar and its figures are to fit into 80 columns.
-_NOT_SHOWN = {"epoch", "step", "nll", "mse", "validation_marginal_nll", "validation_coverage_50"}
+_NOT_SHOWN = {"epoch", "step", "nll", "mse", "validation_nll", "validation_marginal_nll", "validation_coverage_50"}
 _SHORT = {
     "validation_nearest_rmse": "nearest",
     "validation_coverage_90": "in 90%",
@@ -116,7 +116,7 @@ def progress_bar(
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError as error:
         raise ImportError("progress bars need rich: pip install 'misconv[train]', or pass progress=False") from error
-    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(14), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.fields[figures]}"), transient=transient) as progress:
         task = progress.add_task(title, total=total, completed=done, figures="")
 
