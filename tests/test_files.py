@@ -357,7 +357,7 @@ def test_a_scene_is_filled_window_by_window(tmp_path: Path) -> None:
     assert np.array_equal(filled[seen], values[seen])
     assert (deviation[seen] == 0).all()
     assert (deviation[~seen] > 0).all()
-    source = FoundFile(tmp_path / "a.tif", Path("a.tif"))
+    source = FoundFile(str(tmp_path / "a.tif"), "a.tif")
     fill_scene(source, [tmp_path / "c.tif"], density.eval(), largest=192)
     again = read_image(tmp_path / "c.tif").values.astype(int)
     assert np.abs(again - filled).max() <= 1  # where half a unit is rounded

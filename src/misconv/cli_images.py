@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -161,8 +162,8 @@ def assess(
 
 def _outside(images: ImageFiles, *folders: Path | None) -> ImageFiles:
     """Without what an earlier call has written below the folder that is read."""
-    ours = [folder.resolve() for folder in folders if folder is not None]
-    kept = [n for n, path in enumerate(images.paths) if not any(path.resolve().is_relative_to(own) for own in ours)]
+    ours = [f"{folder.resolve()}{os.sep}" for folder in folders if folder is not None]
+    kept = [n for n, file in enumerate(images.files) if not os.path.realpath(file.place).startswith(tuple(ours))]
     if not kept:
         raise ValueError("IMAGES must be other files than those in --out")
     return images.only(kept)

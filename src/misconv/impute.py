@@ -250,7 +250,7 @@ def scene(
     try:
         if isinstance(density, nn.Module):
             density.eval()
-        source = FoundFile(Path(path), Path(Path(path).name))
+        source = FoundFile(str(path), Path(path).name)
         return fill_scene(source, [Path(out)], density, None if errors is None else [errors], nodata)
     finally:
         if isinstance(density, nn.Module):

@@ -58,8 +58,7 @@ def predictive(
         raise TypeError(f"network must be a module or function MFA -> logits (B, classes), got {describe(network)}")
     ask = getattr(network, "to_mfa", None)
     if ask is not None and not isinstance(p, MFA):
-        with torch.no_grad():
-            p = ask(p)
+        p = _described(ask, p)
     if not isinstance(p, MFA):
         raise TypeError(f"p must be a misconv.MFA, which a density gives for (x, observed), got {describe(p)}")
     check_size("samples", samples)
@@ -80,3 +79,13 @@ def predictive(
     share = torch.where(doubt > 0, variance / doubt, 0).clamp(0, 1)
     kind = p.dtype
     return Prediction(mean.to(kind), variance.to(kind), share.to(kind))
+
+
+@torch.no_grad()
+def _described(ask: Callable[[Any], MFA], images: Any) -> MFA:
+    """What the density of a network says of images; `p` is what our caller calls them."""
+    try:
+        return ask(images)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"p must be a misconv.MFA, or images that the network takes: {error}") from error

@@ -34,6 +34,7 @@ ALLOWED = (ValueError, TypeError, OSError, IndexError, ImportError)
 DIVERGED = FloatingPointError
 # Arguments that may be functions of the caller: what such a function raises by itself is none of ours.
 FUNCTIONS = ("activation", "density", "learning_rate", "model", "network", "on_iteration", "shape")
+ADVISING = ("assess", "convert", "fit_density")  # warn of what is allowed and yet may be a mistake
 Arguments = dict[str, Any]
 
 
@@ -295,7 +296,7 @@ def case(seed: int, device: str = "cpu") -> Outcome:
         # A layer may speak of its own weights, and `p.to` of itself.
         _check_error(label, error, set(arguments) | _parameters(function) | {"weight", name.split(".")[-1]})
         return refused(type(error).__name__)
-    ours = [w for w in said if not (name == "convert" and issubclass(w.category, UserWarning))]
+    ours = [w for w in said if not (name in ADVISING and issubclass(w.category, UserWarning))]
     expect(not ours, f"{label} warned: {[one_line(w.message, 100) for w in ours]}")
     return ok(name)
 

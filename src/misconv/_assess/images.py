@@ -15,6 +15,7 @@ from misconv._checks import (
     IMAGE_FORMS,
     as_batch,
     as_observed,
+    check_dense,
     check_images,
     check_observed,
     check_seen_finite,
@@ -84,6 +85,8 @@ def _rows(images: Any, observed: Any, batch_size: int) -> Iterator[Batch]:
 
 
 def _items(images: Any, observed: Any, batch_size: int) -> Iterable[Any]:
+    if isinstance(images, Tensor):
+        check_dense("images", images)
     if isinstance(images, (Tensor, np.ndarray)):
         if images.ndim != 4 or 0 in images.shape:
             raise ValueError(f"images must have shape (N, C, H, W) with no empty dimension, got {describe(images)}")

@@ -18,22 +18,42 @@ SUFFIXES = (*PILLOW, *RASTER, *ARRAYS)
 
 
 class FoundFile(NamedTuple):
-    """A file, and its name below the folder in which it was found.
+    """A file, and its name below the folder in which it was found, as texts: there may be very many of them.
 
     Where the bands of an image are files of their own, `bands` are these; `path` is the first of them that is there,
     `name` what their names have in common.
     """
 
-    path: Path
-    name: Path
+    place: str
+    text: str
     bands: tuple[BandFile, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return Path(self.place)
+
+    @property
+    def name(self) -> Path:
+        """Its name below the folder."""
+        return Path(self.text)
 
 
 class BandFile(NamedTuple):
     """The file of one band, None where this image lacks it, and the name that it has or would have."""
 
-    path: Path | None
-    name: Path
+    place: str | None
+    text: str
+
+    @property
+    def path(self) -> Path | None:
+        """Where it is."""
+        return None if self.place is None else Path(self.place)
+
+    @property
+    def name(self) -> Path:
+        """Its name below the folder."""
+        return Path(self.text)
 
 
 def find_files(sources: str | Path | Iterable[str | Path], bands: Sequence[str] = ()) -> list[FoundFile]:
@@ -56,11 +76,10 @@ def group_bands(files: Sequence[FoundFile], bands: Sequence[str]) -> list[FoundF
         raise ValueError(f"bands must be different words, got {', '.join(map(repr, bands))}")
     groups: dict[tuple[str, str], dict[str, FoundFile]] = {}
     for file in files:
-        text = file.name.as_posix()
         for band in bands:
-            found = re.search(rf"(?<![A-Za-z0-9]){re.escape(band)}(?![A-Za-z0-9])", text)
+            found = re.search(rf"(?<![A-Za-z0-9]){re.escape(band)}(?![A-Za-z0-9])", file.text)
             if found is not None:
-                groups.setdefault((text[: found.start()], text[found.end() :]), {})[band] = file
+                groups.setdefault((file.text[: found.start()], file.text[found.end() :]), {})[band] = file
                 break
     if not groups:
         raise ValueError(
@@ -70,27 +89,25 @@ def group_bands(files: Sequence[FoundFile], bands: Sequence[str]) -> list[FoundF
 
 
 def _group(before: str, after: str, parts: dict[str, FoundFile], bands: Sequence[str]) -> FoundFile:
-    of_bands = tuple(
-        BandFile(parts[band].path if band in parts else None, Path(f"{before}{band}{after}")) for band in bands
-    )
+    of_bands = tuple(BandFile(parts[band].place if band in parts else None, f"{before}{band}{after}") for band in bands)
     common = f"{before.rstrip('_-. /')}{after}" if before.rstrip("_-. /") else after.lstrip("_-. /")
-    return FoundFile(next(iter(parts.values())).path, Path(common), of_bands)
+    return FoundFile(next(iter(parts.values())).place, common, of_bands)
 
 
 def _all_files(sources: str | Path | Iterable[str | Path]) -> list[FoundFile]:
     found: dict[str, FoundFile] = {}
-    names: dict[Path, Path] = {}
+    names: dict[str, str] = {}
     for source in [sources] if isinstance(sources, (str, os.PathLike)) else sources:
         for file in _of_source(source):
-            found.setdefault(os.path.realpath(file.path), file)
-    files = sorted(found.values(), key=lambda file: str(file.path))
+            found.setdefault(os.path.realpath(file.place), file)
+    files = sorted(found.values(), key=lambda file: file.place)
     if not files:
         raise FileNotFoundError(f"IMAGES must name image files ({', '.join(SUFFIXES)}), got none")
     for file in files:
-        other = names.setdefault(file.name, file.path)
-        if other != file.path:
+        other = names.setdefault(file.text, file.place)
+        if other != file.place:
             raise ValueError(
-                f"IMAGES must have names of their own, but {other} and {file.path} would both become {file.name}"
+                f"IMAGES must have names of their own, but {other} and {file.place} would both become {file.text}"
             )
     return files
 
@@ -101,7 +118,7 @@ def _of_source(source: str | Path) -> Iterator[FoundFile]:
     if path.is_dir():
         yield from _in_folder(path)
     elif path.exists():
-        yield FoundFile(path, Path(path.name))
+        yield FoundFile(str(path), path.name)
     elif glob.has_magic(text):
         matches = sorted(glob.glob(str(path), recursive=True))
         if not matches:
@@ -110,7 +127,7 @@ def _of_source(source: str | Path) -> Iterator[FoundFile]:
             if match.is_dir():
                 yield from _in_folder(match)
             elif match.suffix.lower() in SUFFIXES:
-                yield FoundFile(match, Path(match.name))
+                yield FoundFile(str(match), match.name)
     else:
         raise FileNotFoundError(f"IMAGES must name files, folders or patterns, got {text}, and there is no such file")
 
@@ -124,4 +141,4 @@ def _in_folder(folder: Path) -> Iterator[FoundFile]:
         for name in sorted(files):
             path = Path(place) / name
             if not name.startswith(".") and path.suffix.lower() in SUFFIXES and path.is_file():
-                yield FoundFile(path, path.relative_to(folder))
+                yield FoundFile(str(path), path.relative_to(folder).as_posix())

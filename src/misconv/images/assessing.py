@@ -34,6 +34,6 @@ def assess_files(
             except (ValueError, OSError) as error:
                 outcome.fail(path, error, say)
             else:
-                outcome.done.append(path)
+                outcome.done.append(str(path))
 
     return assess(density, readable(), limit=limit, seed=seed), outcome

@@ -83,7 +83,7 @@ def train_files(images: ImageFiles, table: Path | None, settings: TrainSettings,
     density, budget = _density(learned, bands, size, settings, say)
     network = _network(backbone, density, bands, _largest_of(chosen), settings)
     history, kept = _train(network, learned, judged, budget, settings)
-    outcome.done = [path for path in chosen.paths if path not in outcome.failed]
+    outcome.done = [file.place for file in chosen.files if file.place not in outcome.failed]
     notes = {
         "classes": classes, "size": list(size), "bands": bands, "backbone": settings.backbone, "images": len(learned),
         "validation_images": len(judged), "largest_class": (judged if held else learned).largest_class,

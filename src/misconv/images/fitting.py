@@ -65,7 +65,7 @@ def fit_files(images: ImageFiles, settings: FitSettings, say: Say) -> tuple[UNet
         density, dataset, settings.budget, bands, side, settings.fabric, say, seed=settings.seed,
         workers=settings.workers, checkpoint=settings.checkpoint, progress=settings.progress,
     )  # fmt: skip
-    outcome.done = [path for path in chosen.paths if path not in outcome.failed]
+    outcome.done = [file.place for file in chosen.files if file.place not in outcome.failed]
     if not outcome.done:
         raise ValueError("IMAGES must have at least one file that can be read, got none")
     return density.eval(), history, outcome
@@ -133,11 +133,11 @@ def _size(examples: ImageFiles | Crops, side: int, shapes: dict[int, tuple[int, 
 
 def _shapes(images: ImageFiles, outcome: Outcome, say: Say) -> dict[int, tuple[int, int, int]]:
     shapes = {}
-    for index, path in enumerate(images.paths):
+    for index, file in enumerate(images.files):
         try:
-            shapes[index] = shape_of(images.files[index])
+            shapes[index] = shape_of(file)
         except (ValueError, OSError) as error:
-            outcome.fail(path, error, say)
+            outcome.fail(file.place, error, say)
     return shapes
 
 
@@ -146,7 +146,7 @@ def _common_bands(images: ImageFiles, shapes: dict[int, tuple[int, int, int]], o
     bands = Counter(shape[0] for shape in shapes.values()).most_common(1)[0][0]
     for index in [index for index, shape in shapes.items() if shape[0] != bands]:
         found = shapes.pop(index)[0]
-        outcome.fail(images.paths[index], f"has {count_bands(found)}, and most files have {bands}", say)
+        outcome.fail(images.path(index), f"has {count_bands(found)}, and most files have {bands}", say)
     return bands
 
 

@@ -36,7 +36,7 @@ __all__ = ["ImputeSettings", "impute_files", "keep_record", "prepare_folder"]
 RECORD = "misconv-impute.json"
 _LARGE = 1024  # a TIFF with a longer side is read and written window by window
 _SMALL = 256  # images with no longer side are filled several at a time …
-_BATCH_NUMBERS = 2**19  # … of about this many numbers together
+_BATCH_NUMBERS = 2**18  # … of about this many numbers together
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class _Imputing:
         names = _new_names(self.images.files)
         for index in range(self.settings.rank, len(self.images), self.settings.world_size):
             with self._told(self.images.path(index)):
-                self._take(index, names[index])
+                self._take(index, names(self.images.files[index]))
             advance(index + 1)
         self._fill_waiting()
         return self.outcome
@@ -109,7 +109,7 @@ class _Imputing:
         """Fill a file, or let it wait."""
         file = self.images.files[index]
         if (self.settings.out / names[0]).exists() and not self.settings.overwrite:
-            self.outcome.kept.append(file.path)
+            self.outcome.kept.append(file.place)
             return
         shape = _check_bands(file, self.density)
         if is_raster(file) and max(shape[1:]) > _LARGE and self.images.masks is None:
@@ -133,14 +133,14 @@ class _Imputing:
         if self.settings.deviation is not None:
             errors = [_made(self.settings.deviation / name) for name in names]
         fill_scene(file, targets, self.density, errors, self.images.nodata)
-        self.outcome.done.append(file.path)
+        self.outcome.done.append(file.place)
 
     def _copy(self, file: FoundFile, image: StoredImage) -> None:
         self._write_deviation(_Waiting(image, names_of(file)), np.zeros(image.shape, np.float32))
         paths = [band.path for band in file.bands if band.path is not None] or [file.path]
         for path, name in reversed(list(zip(paths, names_of(file), strict=True))):
             write_bytes(_made(self.settings.out / name), path.read_bytes())
-        self.outcome.complete.append(file.path)
+        self.outcome.complete.append(file.place)
 
     def _wait(self, new: _Waiting) -> None:
         full = len(self.waiting) * new.image.values.size >= _BATCH_NUMBERS
@@ -162,7 +162,7 @@ class _Imputing:
         if self.settings.samples:
             self._write_samples(filled)
         write_file(self.settings.out, filled.names, filled.image, filled.image.fill(mean))
-        self.outcome.done.append(filled.image.path)
+        self.outcome.done.append(str(filled.image.path))
 
     def _write_deviation(self, filled: _Waiting, error: np.ndarray) -> None:
         if self.settings.deviation is None:
@@ -184,19 +184,17 @@ def _made(path: Path) -> Path:
     return path
 
 
-def _new_names(files: Sequence[FoundFile]) -> list[list[Path]]:
+def _new_names(files: Sequence[FoundFile]) -> Callable[[FoundFile], list[Path]]:
     """Each file keeps its name, but a JPEG, which cannot be written without loss, becomes a PNG."""
-    taken = {name for file in files for name in names_of(file)}
-
-    def renamed(name: Path) -> Path:
-        if name.suffix.lower() not in (".jpg", ".jpeg"):
-            return name
-        short = name.with_suffix(".png")
-        new = short if short not in taken else name.with_name(f"{name.name}.png")
-        taken.add(new)
-        return new
-
-    return [[renamed(name) for name in names_of(file)] for file in files]
+    new: dict[Path, Path] = {}
+    names = [name for file in files for name in names_of(file) if name.suffix.lower() in (".jpg", ".jpeg", ".png")]
+    if any(name.suffix.lower() != ".png" for name in names):
+        taken = set(names)
+        for name in (name for name in names if name.suffix.lower() != ".png"):
+            short = name.with_suffix(".png")
+            new[name] = short if short not in taken else name.with_name(f"{name.name}.png")
+            taken.add(new[name])
+    return lambda file: [new.get(name, name) for name in names_of(file)]
 
 
 def _check_bands(file: FoundFile, density: nn.Module) -> tuple[int, int, int]:

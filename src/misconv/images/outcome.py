@@ -19,17 +19,18 @@ _UNITS = {"s": 1 / 60, "sec": 1 / 60, "min": 1.0, "m": 1.0, "h": 60.0}
 class Outcome:
     """Files that were done, that needed nothing, and that failed with a reason."""
 
-    done: list[Path] = field(default_factory=list)
-    complete: list[Path] = field(default_factory=list)  # had no hole
-    kept: list[Path] = field(default_factory=list)  # were there already
-    failed: dict[Path, str] = field(default_factory=dict)
+    done: list[str] = field(default_factory=list)
+    complete: list[str] = field(default_factory=list)  # had no hole
+    kept: list[str] = field(default_factory=list)  # were there already
+    failed: dict[str, str] = field(default_factory=dict)
 
-    def fail(self, path: Path, reason: object, say: Say) -> None:
+    def fail(self, path: Path | str, reason: object, say: Say) -> None:
         """Remember a file that failed, and tell of it at once; the first time."""
-        if path in self.failed:
+        place = str(path)
+        if place in self.failed:
             return
-        self.failed[path] = str(reason).splitlines()[0] if str(reason) else type(reason).__name__
-        say(f"{path}: {self.failed[path]}")
+        self.failed[place] = str(reason).splitlines()[0] if str(reason) else type(reason).__name__
+        say(f"{place}: {self.failed[place]}")
 
     def join(self, others: Iterable[Outcome], say: Say) -> None:
         """Add what became of files in other processes; those that failed there are told here."""
@@ -44,8 +45,7 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON knows it."""
-        lists = {name: list(map(str, getattr(self, name))) for name in ("done", "complete", "kept")}
-        return {**lists, "failed": {str(path): reason for path, reason in self.failed.items()}}
+        return {name: getattr(self, name) for name in ("done", "complete", "kept", "failed")}
 
 
 def count_bands(number: int) -> str:

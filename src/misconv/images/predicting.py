@@ -90,7 +90,7 @@ def predict_files(
             outcome.fail(path, error, say)
         if len(batch) == _BATCH or (batch and index + 1 == len(images)):
             yield from _predict(batch, classifier, samples, seed)
-            outcome.done += [done for done, _, _ in batch]
+            outcome.done += [str(done) for done, _, _ in batch]
             batch = []
         advance(index + 1)
 
