@@ -330,3 +330,40 @@ def test_a_stopped_training_goes_on(trained: tuple[Path, Path, Result], tmp_path
     first, second = (misconv.load(model).state_dict() for model in models)
     assert [key for key in first if not torch.equal(first[key], second[key])] == []
     assert not list(tmp_path.glob("*.checkpoint*"))
+
+
+def test_the_same_from_python(tmp_path: Path) -> None:
+    """Labelled files, through a pipeline of torchvision, for a DataLoader with workers and for `fit_classifier`."""
+    folder = stripes(tmp_path / "images", 12, 0)
+    change = v2.Compose([v2.Resize(16), v2.RandomHorizontalFlip(1.0)])
+    images = misconv.data.images(folder, labels="folders", transform=change)
+    assert images.classes == ["lying", "standing"]
+    x, label = images[0]
+    assert (type(x), tuple(x.shape), label) == (torch.Tensor, (3, 16, 16), 0)
+    assert 0 < x.isnan().double().mean() < 0.5
+    batch, labels = next(iter(torch.utils.data.DataLoader(images, batch_size=12, num_workers=1)))
+    assert batch.shape == (12, 3, 16, 16)
+    assert labels.tolist() == [0] * 6 + [1] * 6
+    density = misconv.UNetDMFA(3, rank=1, widths=(4, 4), depths=(1, 1))
+    misconv.fit_density(density, images, steps=2, validation=0.0, progress=False)
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
+    network = misconv.convert(nn.Sequential(*layers), density)
+    history = misconv.training.fit_classifier(
+        network, images, validation_inputs=images.only([0, 7]), steps=6, batch_size=4, learning_rate=None,
+        augment="shift", progress=False,
+    )  # fmt: skip
+    assert {"loss", "accuracy", "validation_accuracy", "validation_nll"} <= history[history.kept].keys()
+    (tmp_path / "t.csv").write_text("000.png,a\n")
+    with pytest.raises(ValueError, match=r"every file must be named in t.csv, but lying/002.png is not"):
+        misconv.data.images(folder, labels=tmp_path / "t.csv")
+    with pytest.raises(TypeError, match="transform must be a function"):
+        misconv.data.images(folder, transform=3)  # type: ignore[arg-type]
+    for arguments, message in (
+        ({"augment": "turn"}, "augment must be one of"),
+        ({"inputs": torch.rand(4, 3, 8, 8), "steps": 3}, "inputs must be a Dataset for steps"),
+        ({"labels": torch.zeros(12, dtype=torch.int64)}, "labels must be None where inputs is a Dataset"),
+        ({"inputs": misconv.data.images(folder)}, "inputs must yield pairs"),
+    ):
+        given = {"inputs": images, "progress": False, **arguments}
+        with pytest.raises((TypeError, ValueError), match=message):
+            misconv.training.fit_classifier(network, given.pop("inputs"), **given)  # type: ignore[arg-type]

@@ -50,7 +50,7 @@ MAY_IMPORT = {
     },
     "training": {"torch", "_torch", "lightning_fabric", "_checks", "_train", "density", "mfa", "missing"},
     "_files": {"torch", "numpy", "PIL", "rasterio", "_store"},
-    "data": {"torch", "numpy", "sklearn", "torchvision", "_checks", "_files"},
+    "data": {"torch", "numpy", "sklearn", "torchvision", "_checks", "_files", "transforms"},
     "bench": {
         "torch", "torchvision", "_backend", "_store", "convert", "density", "functional", "mfa", "missing", "store",
     },

@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from misconv._checks import describe
-from misconv._files import ImageFiles, find_files
+from misconv._files import FoundFile, ImageFiles, find_files, labels_of
 
 __all__ = ["NAMES", "ImageFiles", "ImageSet", "digits", "images", "load", "photographs"]
 
@@ -78,6 +78,8 @@ def images(
     masks: str | Path | None = None,
     hole_is: str = "white",
     bands: Sequence[str] = (),
+    transform: Callable[[Any], Any] | None = None,
+    labels: str | Path | None = None,
 ) -> ImageFiles:
     """Image files as a Dataset of float32 tensors (C, H, W) in their own units, NaN where they are missing.
 
@@ -92,6 +94,9 @@ def images(
         hole_is: what a hole is in `masks`, "white" or "black".
         bands: where each band is a file of its own, the words by which their names differ, such as ("B02", "B03"), in
             the order of the channels; a word may also be a folder. A band without a file is missing as a whole.
+        transform: what is done to every image, for example by torchvision's v2; it is given a `transforms.Incomplete`.
+        labels: "folders", if files of a class are in a folder of its name, or a CSV file of names and classes. Then
+            items are pairs (image, number of the class), as `fit_classifier` takes them, and `classes` are the names.
 
     Example:
         >>> import tempfile
@@ -105,7 +110,34 @@ def images(
     place = None if masks is None else _path("masks", masks)
     if isinstance(bands, str) or not all(isinstance(band, str) for band in bands):
         raise TypeError(f"bands must be a list of words, got {describe(bands)}")
-    return ImageFiles(find_files(sources, tuple(bands)), nodata, place, hole_is)
+    if transform is not None and not callable(transform):
+        raise TypeError(f"transform must be a function of an image, got {describe(transform)}")
+    files = find_files(sources, tuple(bands))
+    classes = None if labels is None else _classes_of(files, labels)
+    change = None if transform is None else _OnIncomplete(transform)
+    return ImageFiles(files, nodata, place, hole_is, change, classes)
+
+
+def _classes_of(files: list[FoundFile], labels: str | Path) -> list[str]:
+    table = None if labels == "folders" else _path("labels", labels)
+    found = labels_of(files, table)
+    if None in found:
+        where = "in a folder of its class" if table is None else f"named in {table.name}"
+        raise ValueError(f"every file must be {where}, but {files[found.index(None)].text} is not")
+    return [label for label in found if label is not None]
+
+
+class _OnIncomplete:
+    """A transform of torchvision that is given images it knows to be incomplete; workers must be able to copy it."""
+
+    def __init__(self, transform: Callable[[Any], Any]) -> None:
+        self.transform = transform
+
+    def __call__(self, image: Tensor) -> Any:
+        from misconv.transforms import Incomplete
+
+        changed = self.transform(Incomplete(image))
+        return changed.as_subclass(Tensor) if isinstance(changed, Tensor) else changed
 
 
 @dataclass(frozen=True, eq=False)

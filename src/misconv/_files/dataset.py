@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,19 @@ from misconv._files.image import Array, StoredImage, read_image
 __all__ = ["Crops", "ImageFiles"]
 
 
-class ImageFiles(Dataset[Tensor]):
+class ImageFiles(Dataset[Any]):
     """Files as float32 images (C, H, W) in their own units, with NaN where they are missing.
 
-    A file is read when it is asked for, so that there may be more of them than memory holds.
+    A file is read when it is asked for, so that there may be more of them than memory holds. Where files have labels,
+    items are pairs of an image and the number of its class in `classes`.
 
     Args:
         files: as `find_files` gives them.
         nodata: a number that stands for "no reading", besides what the files say themselves.
         masks: a folder with a picture of the same name, of any kind, for each file; or one such picture for all.
         hole_is: what a hole is in these pictures, "white" or "black".
+        transform: what is done to every image.
+        labels: the class of every file.
     """
 
     def __init__(
@@ -37,22 +40,30 @@ class ImageFiles(Dataset[Tensor]):
         nodata: float | None = None,
         masks: Path | None = None,
         hole_is: str = "white",
+        transform: Callable[[Tensor], Any] | None = None,
+        labels: Sequence[str] | None = None,
     ) -> None:
         if hole_is not in ("white", "black"):
             raise ValueError(f'hole_is must be "white" or "black", got {hole_is!r}')
         self.files, self.nodata, self.hole_is = list(files), nodata, hole_is
         self.masks = None if masks is None else _Masks(masks)
+        self.transform = transform
+        self.classes = sorted(set(labels or ()))
+        self.labels = None if labels is None else [self.classes.index(label) for label in labels]
 
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.from_numpy(self.stored(index).coded())
+    def __getitem__(self, index: int) -> Any:
+        image = torch.from_numpy(self.stored(index).coded())
+        found = image if self.transform is None else self.transform(image)
+        return found if self.labels is None else (found, self.labels[index])
 
     def only(self, indices: Iterable[int]) -> ImageFiles:
         """The same with some of its files."""
-        other = copy.copy(self)
-        other.files = [self.files[index] for index in indices]
+        other, rows = copy.copy(self), list(indices)
+        other.files = [self.files[row] for row in rows]
+        other.labels = None if self.labels is None else [self.labels[row] for row in rows]
         return other
 
     @property
