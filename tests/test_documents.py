@@ -27,7 +27,9 @@ def test_the_examples_of_the_readme_run(tmp_path: Path) -> None:
 
 
 def test_the_example_of_own_images_runs(tmp_path: Path) -> None:
-    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "own-images.md").read_text(), re.DOTALL | re.MULTILINE)
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs" / "own-images.md").read_text(), re.DOTALL | re.MULTILINE
+    )
     done = run(code.replace("import numpy", "import warnings; warnings.simplefilter('ignore', UserWarning)\nimport numpy", 1), tmp_path)  # fmt: skip
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
 
