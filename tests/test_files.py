@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from misconv._files import (
     read_shape,
     write_image,
 )
+from misconv._files.png import with_chunks_of, write_deep
 
 rasterio = pytest.importorskip("rasterio")
 
@@ -122,6 +124,67 @@ def test_what_a_png_says_of_itself_stays(tmp_path: Path) -> None:
     assert np.array_equal(after[seen], pixels[seen])
 
 
+@pytest.mark.filterwarnings("ignore:Dataset has no geotransform")
+@pytest.mark.parametrize("bands", [2, 3, 4])  # grey and alpha, colours, colours and alpha
+def test_a_png_of_16_bits_keeps_them(bands: int, tmp_path: Path) -> None:
+    stored = random_values((bands, 12, 10), "uint16")
+    if bands != 3:
+        stored[-1], stored[-1, 2:5, 2:5], stored[-1, 7, 7] = 65535, 0, 1  # seen, not at all, a very little
+    with rasterio.open(tmp_path / "a.png", "w", driver="PNG", width=10, height=12, count=bands, dtype="uint16") as file:
+        file.write(stored)
+    text = PngImagePlugin.PngInfo()
+    text.add_text("Author", "nobody")
+    Image.new("L", (1, 1)).save(tmp_path / "words.png", pnginfo=text, icc_profile=b"a profile")
+    (tmp_path / "a.png").write_bytes(with_chunks_of(tmp_path / "words.png", (tmp_path / "a.png").read_bytes()))
+    image = read_image(tmp_path / "a.png")
+    colours = stored if bands == 3 else stored[:-1]
+    assert image.values.dtype == "uint16"
+    assert image.shape == read_shape(tmp_path / "a.png") == colours.shape
+    assert image.missing == pytest.approx(0 if bands == 3 else 9 / 120)
+    assert np.array_equal(image.values, colours)
+    write_image(tmp_path / "b.png", image, image.fill(np.full(image.shape, 700.4)))
+    with rasterio.open(tmp_path / "b.png") as file:
+        after = file.read()
+    if bands != 3:
+        assert (after[:-1, 2:5, 2:5] == 700).all()
+        assert (after[-1, 2:5, 2:5] == 65535).all()
+        stored[:, 2:5, 2:5] = after[:, 2:5, 2:5]
+    assert np.array_equal(after, stored)
+    with Image.open(tmp_path / "b.png") as back:
+        assert (back.info["Author"], back.info["icc_profile"]) == ("nobody", b"a profile")
+
+
+def test_one_colour_of_a_png_of_16_bits_may_mean_transparent(tmp_path: Path) -> None:
+    stored = random_values((3, 12, 10), "uint16")
+    stored[:, 3, 4] = (1, 256, 65535)
+    stored[:, 5, 6] = (1, 256, 65534)
+    (tmp_path / "a.png").write_bytes(write_deep(stored))
+    whole = (tmp_path / "a.png").read_bytes()
+    key = b"tRNS" + np.array([1, 256, 65535], ">u2").tobytes()
+    chunk = (len(key) - 4).to_bytes(4, "big") + key + zlib.crc32(key).to_bytes(4, "big")
+    (tmp_path / "a.png").write_bytes(whole[:33] + chunk + whole[33:])
+    assert np.argwhere(~read_image(tmp_path / "a.png").observed).tolist() == [[0, 3, 4]]
+
+
+def test_a_damaged_png_of_16_bits_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(write_deep(random_values((3, 40, 50), "uint16"))[:-2000])
+    with pytest.raises(ValueError, match=r"^a\.png is damaged: [^\n]*$"):
+        read_image(tmp_path / "a.png")
+
+
+def test_a_png_of_one_bit_stays_one(tmp_path: Path) -> None:
+    pixels = random_values((12, 10), "uint8") > 100
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    holes = np.zeros((12, 10), bool)
+    holes[2:4] = True
+    image = read_image(tmp_path / "a.png").without(holes)
+    assert set(np.unique(image.coded()[:, ~holes])) == {0, 1}
+    write_image(tmp_path / "b.png", image, image.fill(np.full(image.shape, 0.7)))
+    with Image.open(tmp_path / "b.png") as back:
+        assert back.mode == "1"
+        assert np.array_equal(np.asarray(back), pixels | holes)
+
+
 def test_a_jpeg_becomes_a_file_that_loses_nothing(tmp_path: Path) -> None:
     Image.fromarray(random_values((12, 10, 3), "uint8")).save(tmp_path / "a.jpg")
     image = read_image(tmp_path / "a.jpg")
@@ -146,6 +209,46 @@ def test_a_geotiff_keeps_its_place_and_its_tags(tmp_path: Path) -> None:
         assert old.profile["compress"] == new.profile["compress"]
         assert (old.profile["blockxsize"], new.nodata) == (new.profile["blockxsize"], None)
         assert (new.read()[:, 10:14] == 0).all()
+
+
+@pytest.mark.filterwarnings("ignore:Dataset has no geotransform")
+def test_a_tiff_keeps_control_points_profile_predictor_and_other_tags(tmp_path: Path) -> None:
+    points = [
+        rasterio.control.GroundControlPoint(*place) for place in ((0, 0, 10, 50), (12, 0, 10, 49), (0, 9, 11, 50))
+    ]
+    size = {"driver": "GTiff", "width": 10, "height": 12, "count": 3, "dtype": "uint8"}
+    with rasterio.open(tmp_path / "a.tif", "w", **size, compress="lzw", predictor=2) as file:
+        file.write(random_values((3, 12, 10), "uint8"))
+        file.gcps = (points, "EPSG:4326")
+        file.update_tags(ns="PLANT", row="7")
+        file.update_tags(ns="COLOR_PROFILE", SOURCE_ICC_PROFILE="AAAC")
+    image = read_image(tmp_path / "a.tif")
+    write_image(tmp_path / "b.tif", image, image.values)
+    with rasterio.open(tmp_path / "a.tif") as old, rasterio.open(tmp_path / "b.tif") as new:
+        assert len(new.gcps[0]) == 3
+        assert [point.asdict() | {"id": 0} for point in old.gcps[0]] == [p.asdict() | {"id": 0} for p in new.gcps[0]]
+        assert (old.gcps[1], old.crs) == (new.gcps[1], new.crs)
+        for space in ("PLANT", "COLOR_PROFILE", "IMAGE_STRUCTURE"):
+            assert old.tags(ns=space) == new.tags(ns=space) != {}
+    assert not list(tmp_path.glob("*.aux.xml"))
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_what_is_half_transparent_in_a_tiff_stays_so(windows: bool, tmp_path: Path) -> None:
+    stored = random_values((4, 96, 80), "uint8")
+    stored[3] = 130
+    stored[3, 20:30, 20:30] = 0
+    write_raster(tmp_path / "a.tif", stored, photometric="RGB", alpha="YES")
+    if windows:
+        fill_scene(*find_files(tmp_path / "a.tif"), [tmp_path / "b.tif"], random_density(3), largest=64)
+    else:
+        image = read_image(tmp_path / "a.tif")
+        write_image(tmp_path / "b.tif", image, image.fill(np.full(image.shape, 7)))
+    with rasterio.open(tmp_path / "b.tif") as file:
+        after = file.read()
+    assert (after[3, 20:30, 20:30] == 255).all()
+    seen = stored[3] > 0
+    assert np.array_equal(after[:, seen], stored[:, seen])
 
 
 # Holes ---------------------------------------------------------------------------------------------------------------
@@ -263,6 +366,12 @@ def test_what_is_not_one_picture_of_brightness_is_refused(tmp_path: Path) -> Non
     frames[0].save(tmp_path / "a.webp", save_all=True, append_images=frames[1:])
     with pytest.raises(ValueError, match=r"^a.webp holds 2 pictures, and one is expected$"):
         read_image(tmp_path / "a.webp")
+    frames[0].save(tmp_path / "a.tif", save_all=True, append_images=frames[1:])
+    with pytest.raises(ValueError, match=r"^a.tif holds 2 pictures, and one is expected$"):
+        read_image(tmp_path / "a.tif")
+    frames[0].convert("CMYK").save(tmp_path / "ink.tif")
+    with pytest.raises(ValueError, match=r"^ink.tif holds amounts of ink \(CMYK\); save it as RGB first$"):
+        read_image(tmp_path / "ink.tif")
     write_raster(tmp_path / "classes.tif", random_values((1, 8, 8), "uint8"))
     with rasterio.open(tmp_path / "classes.tif", "r+") as file:
         file.write_colormap(1, {number: (number, 0, 0, 255) for number in range(256)})

@@ -85,6 +85,10 @@ class OpenFile:
         observed = np.broadcast_to(observed, values.shape)
         return values, observed if scene is not None else np.zeros(values.shape, bool)
 
+    def alphas(self, window: Window) -> list[Array | None]:
+        """How opaque a part of every file is, where a band says so."""
+        return [(scene or self.first).read_alpha(window) for scene in self.scenes]
+
     def recipes(self) -> list[dict[str, Any]]:
         """All that makes files like these, one for each."""
         return [(scene or self.first).recipe() for scene in self.scenes]
@@ -110,7 +114,7 @@ def is_raster(file: FoundFile) -> bool:
 def write_windows(paths: list[Path], recipes: list[dict[str, Any]], dtype: Any = None) -> Iterator[Any]:
     """Files like those of the recipes, with nothing missing, to be written window by window; whole or not at all.
 
-    Yields a function of numbers (C, H, W) of all files together, and their window.
+    Yields a function of numbers (C, H, W) of all files together, how opaque each of them was, and their window.
     """
     with ExitStack() as stack:
         # The first one is closed last: where it is there, the others are.
@@ -119,12 +123,12 @@ def write_windows(paths: list[Path], recipes: list[dict[str, Any]], dtype: Any =
             for path, recipe in zip(paths, recipes, strict=True)
         ]
 
-        def write(values: Array, window: Window) -> None:
-            for file, recipe, part in zip(files, recipes, np.split(values, len(files)), strict=True):
+        def write(values: Array, alphas: list[Array | None], window: Window) -> None:
+            for file, recipe, part, alpha in zip(files, recipes, np.split(values, len(files)), alphas, strict=True):
                 if dtype is not None:
                     file.write(part, window=window)
                 else:
-                    write_window(file, recipe, part, np.ones((1, *part.shape[1:]), bool), window)
+                    write_window(file, recipe, part, np.ones((1, *part.shape[1:]), bool), alpha, window)
 
         yield write
 

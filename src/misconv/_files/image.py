@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from misconv._files.find import ARRAYS, PILLOW, RASTER
+from misconv._files.png import DeepPng, bands_of_deep, read_deep, with_chunks_of, write_deep
 from misconv._store import write_bytes
 
 __all__ = ["Array", "StoredImage", "holds", "read_image", "read_shape", "write_image"]
@@ -123,7 +124,8 @@ def read_shape(path: Path) -> tuple[int, int, int]:
     if suffix in PILLOW:
         with _opened(path) as opened:
             bands = {"P": 3, "LA": 1, "La": 1, "RGBA": 3, "RGBa": 3, "PA": 3, "CMYK": 3}
-            return bands.get(opened.mode, len(opened.getbands())), opened.height, opened.width
+            count = bands_of_deep(path) or bands.get(opened.mode, len(opened.getbands()))
+            return count, opened.height, opened.width
     return read_image(path).shape
 
 
@@ -139,7 +141,7 @@ def write_image(path: Path, image: StoredImage, filled: Array, known: Array | No
 
 # Pillow --------------------------------------------------------------------------------------------------------------
 
-_MODES = {"1": "L", "P": "RGB", "PA": "RGBA", "CMYK": "RGB", "YCbCr": "RGB", "LAB": "RGB", "HSV": "RGB"}
+_MODES = {"P": "RGB", "PA": "RGBA", "CMYK": "RGB", "YCbCr": "RGB", "LAB": "RGB", "HSV": "RGB"}
 
 
 @contextmanager
@@ -168,9 +170,11 @@ def _read_pillow(path: Path) -> StoredImage:
         frames = getattr(opened, "n_frames", 1)
         if frames > 1:
             raise ValueError(f"holds {frames} pictures, and one is expected")
-        opened.load()
-        picture = opened.copy()
+        deep = bands_of_deep(path) is not None
+        picture = opened if deep else opened.copy()
         info, format_ = dict(opened.info), str(opened.format)
+    if deep:
+        return _from_deep(path, read_deep(path))
     if picture.mode == "P" and "transparency" in info:
         picture = picture.convert("RGBA")
     mode = _MODES.get(picture.mode, picture.mode)
@@ -180,42 +184,58 @@ def _read_pillow(path: Path) -> StoredImage:
     values, alpha = full, None
     if mode in ("LA", "RGBA", "La", "RGBa"):
         values, alpha = full[..., :-1], full[..., -1]
-    observed = np.ones((1, *full.shape[:2]), bool) if alpha is None else (alpha > 0)[None]
+    values = np.moveaxis(values, -1, 0)
     key = info.get("transparency")
-    if alpha is None and key is not None and isinstance(key, (int, tuple)):  # one colour that counts as transparent
-        colour = np.asarray([key] if isinstance(key, int) else key)
-        observed = ~(values == colour).all(-1)[None]
-    keep = {name: info[name] for name in ("icc_profile", "dpi", "exif") if name in info}
+    colour = (key,) if isinstance(key, int) else key if isinstance(key, tuple) else None
+    if colour is not None and values.dtype.kind == "b":
+        colour = (int(colour[0] > 0),)
     suffix = ".png" if format_ in ("JPEG", "MPO") else path.suffix  # no lossless way to write one
 
     def encode(filled: Array, known: Array) -> bytes:
-        out = np.moveaxis(filled, 0, -1)
-        if alpha is not None:  # what is known now is opaque, if it was not visible at all before
-            shown = np.where(known.all(0) & (alpha == 0), np.asarray(255, alpha.dtype), alpha)
-            out = np.concatenate([out, shown[..., None]], -1)
         from PIL import Image
 
+        out = np.moveaxis(_with_alpha(filled, alpha, known), 0, -1)
         made = Image.fromarray(np.ascontiguousarray(out[..., 0] if out.shape[-1] == 1 else out))
-        stream, options = io.BytesIO(), dict(keep)
-        if format_ == "PNG":
-            options["pnginfo"] = _text_chunks(info)
-        kind = "PNG" if suffix == ".png" else format_
-        if kind == "WEBP":
-            options |= {"lossless": True, "exact": True}
-        made.save(stream, kind, **options)
-        return stream.getvalue()
+        stream, kind = io.BytesIO(), "PNG" if suffix == ".png" else format_
+        made.save(stream, kind, **({} if format_ == "PNG" else _options(info, kind)))
+        return with_chunks_of(path, stream.getvalue()) if format_ == "PNG" else stream.getvalue()
 
-    return StoredImage(path, np.moveaxis(values, -1, 0), observed, encode, suffix)
+    return StoredImage(path, values, _visible(values, alpha, colour), encode, suffix)
 
 
-def _text_chunks(info: dict[str, Any]) -> Any:
-    from PIL.PngImagePlugin import PngInfo
+def _from_deep(path: Path, found: DeepPng) -> StoredImage:
+    def encode(filled: Array, known: Array) -> bytes:
+        return with_chunks_of(path, write_deep(_with_alpha(filled, found.alpha, known)))
 
-    chunks = PngInfo()
-    for key, value in info.items():
-        if isinstance(key, str) and isinstance(value, str) and key not in ("exif", "icc_profile"):
-            chunks.add_text(key, value)
-    return chunks
+    observed = _visible(found.values, found.alpha, found.transparent)
+    return StoredImage(path, found.values, observed, encode, path.suffix)
+
+
+def _visible(values: Array, alpha: Array | None, colour: tuple[int, ...] | None) -> Array:
+    """Where a picture (C, H, W) is not wholly transparent, by its alpha or by one colour that counts as transparent."""
+    if alpha is not None:
+        return np.asarray(alpha > 0)[None]
+    if colour is not None:
+        return np.asarray((values != np.asarray(colour)[:, None, None]).any(0))[None]
+    return np.ones((1, *values.shape[1:]), bool)
+
+
+def _with_alpha(filled: Array, alpha: Array | None, known: Array) -> Array:
+    """What is known now is opaque, if it was not visible at all before."""
+    if alpha is None:
+        return filled
+    shown = np.where(known.all(0) & (alpha == 0), np.iinfo(alpha.dtype).max, alpha)
+    return np.concatenate([filled, shown[None].astype(alpha.dtype)])
+
+
+def _options(info: dict[str, Any], kind: str) -> dict[str, Any]:
+    """What Pillow is to write besides the pixels."""
+    options: dict[str, Any] = {name: info[name] for name in ("icc_profile", "dpi", "exif") if name in info}
+    if kind == "WEBP":
+        options |= {"lossless": True, "exact": True}
+    if kind == "WEBP" and "xmp" in info:
+        options["xmp"] = info["xmp"]
+    return options
 
 
 # Rasters and arrays --------------------------------------------------------------------------------------------------
@@ -225,11 +245,11 @@ def _read_raster(path: Path) -> StoredImage:
     from misconv._files.scene import open_scene, write_scene_bytes
 
     with open_scene(path) as scene:
-        values, observed = scene.read()
-        profile = scene.recipe()
+        (values, observed), alpha = scene.read(), scene.read_alpha()
+        recipe = scene.recipe()
 
     def encode(filled: Array, known: Array) -> bytes:
-        return write_scene_bytes(profile, filled, known)
+        return write_scene_bytes(recipe, filled, known, alpha)
 
     return StoredImage(path, values, observed, encode, path.suffix)
 

@@ -69,13 +69,22 @@ class Scene:
         same = observed[:1] if (observed == observed[:1]).all() else observed
         return values, same
 
+    def read_alpha(self, window: Window | None = None) -> Array | None:
+        """How opaque pixels (H, W) are, where a band says so."""
+        others = [band for band in self.dataset.indexes if band not in self._bands]
+        alpha: Array | None = self.dataset.read(others[0], window=window) if others else None
+        return alpha
+
     def recipe(self) -> dict[str, Any]:
         """All that makes another file like this one."""
         data = self.dataset
         return {
             "profile": dict(data.profile),
-            "tags": data.tags(),
+            "structure": data.tags(ns="IMAGE_STRUCTURE"),
+            "tags": {space: data.tags(ns=space) for space in _namespaces(data)},
             "band_tags": {band: data.tags(band) for band in data.indexes},
+            "gcps": data.gcps,
+            "rpcs": data.rpcs,
             "descriptions": data.descriptions,
             "colorinterp": data.colorinterp,
             "scales": data.scales,
@@ -84,6 +93,12 @@ class Scene:
             "bands": self._bands,
             "masked": _has_own_mask(data),
         }
+
+
+def _namespaces(data: Any) -> list[str | None]:
+    """Kinds of tags that are stored, not made by GDAL of other things."""
+    made = ("IMAGE_STRUCTURE", "DERIVED_SUBDATASETS", "RPC", "GEOLOCATION")
+    return [None, "COLOR_PROFILE", *(space for space in data.tag_namespaces() if space not in made)]
 
 
 def _has_own_mask(data: Any) -> bool:
@@ -108,6 +123,10 @@ def open_scene(path: Path) -> Iterator[Scene]:
                 raise ValueError(f"{path.name} must have bands of one type, got {', '.join(dataset.dtypes)}")
             if rasterio.enums.ColorInterp.palette in dataset.colorinterp:
                 raise ValueError(f"{path.name} holds numbers of colours, which have no mean; save it as RGB first")
+            if dataset.subdatasets:
+                raise ValueError(f"{path.name} holds {len(dataset.subdatasets)} pictures, and one is expected")
+            if dataset.tags(ns="IMAGE_STRUCTURE").get("SOURCE_COLOR_SPACE") == "CMYK":
+                raise ValueError(f"{path.name} holds amounts of ink (CMYK); save it as RGB first")
             if np.dtype(dataset.dtypes[0]).kind == "c":
                 raise ValueError(f"{path.name} must hold real numbers, got {dataset.dtypes[0]}")
             yield Scene(path, dataset)
@@ -139,7 +158,12 @@ def write_scene(path: Path, recipe: dict[str, Any], *, complete: bool, dtype: An
 
 def _profile(recipe: dict[str, Any], complete: bool, dtype: Any) -> dict[str, Any]:
     profile = dict(recipe["profile"])
-    profile["driver"] = "GTiff"
+    profile |= {"driver": "GTiff", "bigtiff": "IF_SAFER"}
+    if recipe["gcps"][0]:  # they are the place, and a TIFF has no other one beside them
+        profile.pop("transform", None)
+        profile.pop("crs", None)
+    if "PREDICTOR" in recipe["structure"]:
+        profile["predictor"] = recipe["structure"]["PREDICTOR"]
     profile["count"] = len(recipe["bands"]) if dtype is not None else profile["count"]
     if dtype is not None:
         profile["dtype"], profile["nodata"] = dtype, float("nan")
@@ -157,9 +181,16 @@ def _profile(recipe: dict[str, Any], complete: bool, dtype: Any) -> dict[str, An
 
 
 def _describe(data: Any, recipe: dict[str, Any], complete: bool, dtype: Any) -> None:
+    points, system = recipe["gcps"]
+    if points:
+        data.gcps = (points, system)
+    if recipe["rpcs"] is not None:
+        data.rpcs = recipe["rpcs"]
     if dtype is not None:
         return
-    data.update_tags(**recipe["tags"])
+    for space, tags in recipe["tags"].items():
+        if tags:
+            data.update_tags(ns=space, **tags)
     for band, tags in recipe["band_tags"].items():
         kept = {key: value for key, value in tags.items() if not key.startswith("STATISTICS_")}  # of other numbers
         data.update_tags(band, **kept)
@@ -168,8 +199,8 @@ def _describe(data: Any, recipe: dict[str, Any], complete: bool, dtype: Any) -> 
     data.scales, data.offsets, data.units = recipe["scales"], recipe["offsets"], recipe["units"]
 
 
-def write_scene_bytes(recipe: dict[str, Any], filled: Array, known: Array) -> bytes:
-    """The content of a file with these numbers (C, H, W)."""
+def write_scene_bytes(recipe: dict[str, Any], filled: Array, known: Array, alpha: Array | None) -> bytes:
+    """The content of a file with these numbers (C, H, W), which were as opaque as `alpha` says before."""
     from rasterio.io import MemoryFile
 
     complete = bool(known.all())
@@ -179,18 +210,20 @@ def write_scene_bytes(recipe: dict[str, Any], filled: Array, known: Array) -> by
         with MemoryFile() as memory:
             with memory.open(**_profile(recipe, complete, None)) as data:
                 _describe(data, recipe, complete, None)
-                write_window(data, recipe, filled, known, None)
+                write_window(data, recipe, filled, known, alpha, None)
             content: bytes = memory.read()
     return content
 
 
-def write_window(data: Any, recipe: dict[str, Any], filled: Array, known: Array, window: Window | None) -> None:
-    """Write bands, and beside them what says where they are known."""
+def write_window(
+    data: Any, recipe: dict[str, Any], filled: Array, known: Array, alpha: Array | None, window: Window | None
+) -> None:
+    """Write bands, and beside them what says where they are known: what was not visible at all is opaque now."""
     bands = recipe["bands"]
     data.write(filled, indexes=bands, window=window)
-    for band in data.indexes:
-        if band not in bands:  # alpha
-            opaque = np.iinfo(data.dtypes[0]).max if np.dtype(data.dtypes[0]).kind in "iu" else 1
-            data.write(np.where(known.all(0), opaque, 0).astype(data.dtypes[0]), indexes=band, window=window)
+    if alpha is not None:
+        opaque = np.iinfo(alpha.dtype).max if alpha.dtype.kind in "iu" else 1
+        shown = np.where(known.all(0) & (alpha == 0), opaque, alpha).astype(alpha.dtype)
+        data.write(shown, indexes=next(band for band in data.indexes if band not in bands), window=window)
     if recipe["masked"] and not known.all():
         data.write_mask(known.all(0), window=window)

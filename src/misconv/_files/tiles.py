@@ -145,8 +145,9 @@ def fill_scene(
             for part in predict(density, lambda window: source.read(window).coded(), source.shape, largest):
                 stored = source.read(part.window)
                 missing += int((~stored.observed).sum())
-                write(stored.fill(part.mean), part.window)
-                write_error(part.deviation, part.window)
+                alphas = source.alphas(part.window)
+                write(stored.fill(part.mean), alphas, part.window)
+                write_error(part.deviation, alphas, part.window)
                 done += stored.values[0].size
                 if advance is not None:
                     advance(done / (height * width))
@@ -158,7 +159,7 @@ def fill_scene(
 @contextmanager
 def _deviations(paths: list[Path] | None, recipes: list[dict[str, Any]]) -> Iterator[Any]:
     if paths is None:
-        yield lambda values, window: None
+        yield lambda values, alphas, window: None
         return
     with write_windows(paths, recipes, dtype="float32") as write:
         yield write
