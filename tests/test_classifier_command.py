@@ -5,10 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +28,7 @@ from misconv.images.backbone import build_backbone
 from misconv.images.labelled import choose_size, resize_to, split_by_class
 from misconv.layers import Normalize
 from misconv.store import read_notes
+from tests.stopping import interrupted
 
 
 @pytest.fixture(autouse=True)
@@ -317,13 +315,7 @@ def test_a_stopped_training_goes_on(trained: tuple[Path, Path, Result], tmp_path
     command = [sys.executable, "-m", "misconv", "train", str(images), "-o", str(models[1]), *options]
     checkpoint = tmp_path / "stopped.checkpoint"
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # another number has other last bits
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    end = time.monotonic() + 120
-    while not checkpoint.exists() and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
+    said = interrupted(command, checkpoint, models[1], environment)
     assert "stopped; call it again to go on where it was" in said
     again = call(*command[3:])
     assert again.exit_code == 0, again.output

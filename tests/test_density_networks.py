@@ -434,3 +434,50 @@ def test_regions_have_the_size_of_the_data() -> None:
         generator(2, 16, 16)
     with pytest.raises(TypeError, match="observed must be a bool tensor"):
         missing.like(torch.rand(2, 1, 8, 8))
+
+
+@pytest.mark.parametrize("patch", [1, 2, 4])
+def test_a_part_of_an_image_is_answered_as_in_the_whole(patch: int) -> None:
+    density = misconv.UNetDMFA(2, 2, 2, (8, 8, 8), (1, 1, 1), patch=patch).eval()
+    nn.init.normal_(density.head.weight, std=0.2)
+    x, observed = torch.rand(2, 2, 45, 39), torch.rand(2, 1, 45, 39) < 0.5
+    rows, columns = slice(8, 45), slice(4, 31)
+    whole, part = density(x, observed), density.forward_inside(x, observed, rows, columns)
+    for ours, theirs in ((part.means, whole.means), (part.factors, whole.factors), (part.noise, whole.noise)):
+        torch.testing.assert_close(ours, theirs[..., rows, columns])
+    torch.testing.assert_close(part.logits, whole.logits)
+    if patch > 1:
+        with pytest.raises(ValueError, match=f"rows and columns must begin at multiples of {patch}"):
+            density.forward_inside(x, observed, slice(1, 9), columns)
+
+
+def test_deviations_are_scaled_for_each_channel() -> None:
+    density = misconv.UNetDMFA(2, 3, 2, (8, 8), (1, 1), bounds=None).eval()
+    x, observed = torch.rand(3, 2, 16, 12), torch.rand(3, 1, 16, 12) < 0.5
+    before = density(x, observed)
+    density.scale_deviations(torch.tensor([2.0, 0.1]))
+    after, floor = density(x, observed), density.noise_floor
+    ratio = torch.tensor([2.0, 0.1]).view(2, 1, 1)
+    torch.testing.assert_close(after.means, before.means)
+    torch.testing.assert_close(after.factors, ratio * before.factors)
+    torch.testing.assert_close(after.noise - floor, ratio**2 * (before.noise - floor))
+
+
+def test_a_density_starts_with_the_deviation_of_its_fill() -> None:
+    """Before it has learned anything else; a trained one is left as it is."""
+    generator = torch.Generator().manual_seed(0)
+    levels, details = torch.randn(64, 2, 1, 1, generator=generator), torch.randn(64, 2, 32, 32, generator=generator)
+    x = (levels + 0.05 * details) * torch.tensor([1.0, 100.0]).view(2, 1, 1)
+    observed = misconv.missing.square(64, 32, 32, generator=generator)
+    density = misconv.UNetDMFA(2, rank=2, widths=(8, 8), depths=(1, 1))
+    misconv.fit_density(density, x, observed, steps=1, learning_rate=1e-9, progress=False)
+    less = observed & misconv.missing.square(64, 32, 32, generator=generator)
+    p, hidden = density.eval()(x, less), (observed & ~less).expand(x.shape)
+    errors, claims = (t.where(hidden, 0).sum((0, 2, 3)) for t in ((p.mean - x).square(), p.variance))
+    assert ((claims / errors > 0.8) & (claims / errors < 1.25)).all()
+    state = {name: value.clone() for name, value in density.state_dict().items()}
+    nn.init.constant_(density.head.weight, 0.01)
+    changed = density.head.bias.clone()
+    misconv.fit_density(density, x, observed, steps=1, learning_rate=1e-9, progress=False)
+    torch.testing.assert_close(density.head.bias, changed, rtol=0, atol=1e-6)
+    assert torch.equal(state["scale"], density.scale)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from typer.testing import CliRunner, Result
 import misconv
 from misconv import cli
 from misconv.images import parse_budget
+from tests.stopping import interrupted
 
 
 @pytest.fixture(autouse=True)
@@ -182,27 +181,10 @@ def test_budgets(text: str, budget: dict[str, float]) -> None:
 def test_a_stopped_fit_goes_on(pictures: Path, tmp_path: Path) -> None:
     """Interrupted as by Ctrl-C after its first record, it leaves a checkpoint, says so, and continues from there."""
     density = tmp_path / "density.safetensors"
-    command = [
-        sys.executable,
-        "-m",
-        "misconv",
-        "fit",
-        pictures,
-        "-o",
-        density,
-        "--budget",
-        "40steps",
-        "--device",
-        "cpu",
-    ]
+    command = [sys.executable, "-m", "misconv", "fit", str(pictures), "-o", str(density), "--budget", "40steps"]
+    command += ["--device", "cpu"]
     checkpoint = tmp_path / "density.safetensors.checkpoint"
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    end = time.monotonic() + 120
-    while not checkpoint.exists() and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
+    said = interrupted(command, checkpoint, density, os.environ)
     assert "stopped; call it again to go on where it was" in said
     assert checkpoint.exists()
     again = call(*command[3:])

@@ -606,8 +606,12 @@ def test_a_last_batch_of_one_is_no_trouble() -> None:
 
 def test_progress_bars_show_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
     x, observed = images()
-    fit_density(small(), x, observed, epochs=1)
-    assert "val nll" in capsys.readouterr().out
+    (record,) = fit_density(small(), x, observed, epochs=1)
+    shown = capsys.readouterr().out
+    for name in ("nll", "rmse", "nearest_rmse"):
+        assert f"{name.removesuffix('_rmse')} {record[f'validation_{name}']:.3g}" in shown
+    half, most = (100 * record[f"validation_coverage_{level}"] for level in (50, 90))
+    assert f"in 50/90%: {half:.0f}/{most:.0f}" in shown
 
 
 def test_global_randomness_is_left_alone() -> None:

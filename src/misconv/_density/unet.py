@@ -89,6 +89,23 @@ class UNetDMFA(DensityNetwork):
         size = outputs.shape[dim] // (2 + self.rank)
         return list(outputs.split([size, size, self.rank * size], dim))
 
+    @property
+    def is_untrained(self) -> bool:
+        """Whether its mean is still the fill, and may become another."""
+        return self.head.weight.requires_grad and not bool(self._split(self.head.weight, 0)[0].any())
+
+    @torch.no_grad()
+    def scale_deviations(self, ratio: Tensor) -> None:
+        """Multiply the deviation that is claimed for every channel by a number (C,); bounds and floor stay."""
+        assert self.head.bias is not None
+        # (K, L or 1, C, patch²) each, for a weight and for a bias
+        ratio = ratio.to(self.head.weight).view(1, 1, -1, 1)
+        layout = (self.components, -1, self.channels, self.patch**2)
+        _, noise, factor_bias = self._split(self.head.bias, 0)
+        noise.view(layout).add_(2 * ratio.log())
+        factor_bias.view(layout).mul_(ratio)
+        self._split(self.head.weight, 0)[2].view(*layout, self.widths[0]).mul_(ratio.unsqueeze(-1))
+
     def config(self) -> dict[str, Any]:
         """The arguments that make another one like this."""
         sizes = {"widths": list(self.widths), "depths": list(self.depths), "patch": self.patch}
@@ -125,7 +142,16 @@ class UNetDMFA(DensityNetwork):
             )
         return MFA(logits, means, factors, noise, observed, check=False)
 
-    def _all(self, x: Tensor, observed: Tensor) -> MFA:
+    def forward_inside(self, x: Tensor, observed: Tensor, rows: slice, columns: slice) -> MFA:
+        """The same as `forward`, of a part of the images alone: a margin needs less memory and time.
+
+        Rows and columns begin at multiples of `patch`.
+        """
+        if any(part.start % self.patch for part in (rows, columns)):
+            raise ValueError(f"rows and columns must begin at multiples of {self.patch}, got {rows} and {columns}")
+        return self._all(*self._arguments(x, observed), (rows, columns))
+
+    def _all(self, x: Tensor, observed: Tensor, part: tuple[slice, slice] | None = None) -> MFA:
         height, width = x.shape[2:]
         seen = observed.expand(x.shape)
         standardised = self._standardised(x, observed)
@@ -134,8 +160,12 @@ class UNetDMFA(DensityNetwork):
             filled = push_pull(standardised.to(wide), seen, relaxed=True).to(standardised.dtype)
         inside = torch.cat([filled, seen.to(filled.dtype)], 1)
         inside = F.pad(inside, (0, -width % self.patch, 0, -height % self.patch))
-        outputs, logits = self._through(F.pixel_unshuffle(inside, self.patch))
-        outputs = F.pixel_shuffle(outputs, self.patch)[..., :height, :width]
+        features, logits = self._through(F.pixel_unshuffle(inside, self.patch))
+        if part is not None:
+            x, observed, filled = (t[:, :, *part] for t in (x, observed, filled))
+            features = features[:, :, *(slice(s.start // self.patch, -(-s.stop // self.patch)) for s in part)]
+            height, width = x.shape[2:]
+        outputs = F.pixel_shuffle(self.head(features), self.patch)[..., :height, :width]
         means, noise, factors = self._split(outputs, 1)
         means = filled.repeat(1, self.components, 1, 1) + means
         return self._output(x, observed, logits, means, factors, noise)
@@ -171,7 +201,7 @@ class UNetDMFA(DensityNetwork):
         return self.center.dtype
 
     def _through(self, inside: Tensor) -> tuple[Tensor, Tensor]:
-        """What the head says of every block of pixels, and the logits of the components."""
+        """What the head reads of every block of pixels, and the logits of the components."""
         features = self.enter(inside)
         passed = []
         for level, block in enumerate(self.down):
@@ -185,10 +215,10 @@ class UNetDMFA(DensityNetwork):
             skip = passed[level]
             coarse = F.interpolate(coarse, scale_factor=2, mode="nearest")[..., : skip.shape[-2], : skip.shape[-1]]
             features = self.up[level](skip + coarse)
-        return self.head(F.relu(features)), self._weigh(F.relu(bottom).mean((2, 3)))
+        return F.relu(features), self._weigh(F.relu(bottom).mean((2, 3)))
 
     def _through_joined(self, inside: Tensor) -> tuple[Tensor, Tensor]:
-        """As `_through`, with kernels that join all that is between two convolutions; the head's bias is not added."""
+        """As `_through` and the head without its bias, with kernels that join all that is between two convolutions."""
         from misconv._triton import join
 
         def joined(conv: nn.Conv2d, skip: Tensor | None = None, *, doubled: bool = False) -> tuple[Tensor, Tensor]:

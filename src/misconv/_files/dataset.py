@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from misconv._files.find import FoundFile, find_files
 from misconv._files.image import Array, StoredImage, read_image
 
 __all__ = ["Crops", "ImageFiles"]
+
+_KEPT_BYTES = 2**27  # of images that squares are cut out of, in memory
 
 
 class ImageFiles(Dataset[Any]):
@@ -109,7 +112,8 @@ class _Masks:
 class Crops(Dataset[Tensor]):
     """Squares of all images, side by side: what a density learns from where images are large or of several sizes.
 
-    Large TIFF files are read window by window. An image that is smaller than a square is missing beyond its border.
+    Images that have been read stay in memory as far as there is room for them; TIFF files for which there is none are
+    read window by window. An image that is smaller than a square is missing beyond its border.
     """
 
     def __init__(self, images: ImageFiles, side: int, shapes: Sequence[tuple[int, int, int]]) -> None:
@@ -120,7 +124,8 @@ class Crops(Dataset[Tensor]):
             for y in _starts(height, side)
             for x in _starts(width, side)
         ]
-        self._last: tuple[int, Tensor] | None = None  # squares of one image are mostly asked for together
+        self._kept = OrderedDict[int, Tensor]()  # the one that was used last is the last
+        self._all_fit = sum(4 * bands * height * width for bands, height, width in shapes) <= _KEPT_BYTES
 
     def __len__(self) -> int:
         return len(self.places)
@@ -140,17 +145,24 @@ class Crops(Dataset[Tensor]):
     def _window(self, index: int, y: int, x: int) -> Tensor:
         rows, columns = slice(y, y + self.side), slice(x, x + self.side)
         file = self.images.files[index]
-        if is_raster(file) and self.images.masks is None:
+        if is_raster(file) and self.images.masks is None and not self._all_fit:
             with open_file(file, self.images.nodata) as opened:
                 _, height, width = opened.shape
                 window = slice(y, min(y + self.side, height)), slice(x, min(x + self.side, width))
                 return torch.from_numpy(opened.read(window).coded())
-        if self._last is None or self._last[0] != index:
-            self._last = index, self.images[index]
-        return self._last[1][:, rows, columns].clone()
+        return self._image(index)[:, rows, columns].clone()
+
+    def _image(self, index: int) -> Tensor:
+        if index not in self._kept:
+            image: Tensor = self.images[index]
+            self._kept[index] = image
+            while len(self._kept) > 1 and 4 * sum(kept.numel() for kept in self._kept.values()) > _KEPT_BYTES:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(index)
+        return self._kept[index]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_last": None}
+        return self.__dict__ | {"_kept": OrderedDict()}
 
 
 def _starts(length: int, side: int) -> list[int]:

@@ -108,10 +108,14 @@ def _ask(density: Density, coded: Floats, inside: Window, device: torch.device) 
         return part, np.zeros_like(part)
     x = torch.from_numpy(coded).to(device)
     observed = ~x.isnan()
+    images = x.where(observed, 0).unsqueeze(0), observed.unsqueeze(0)
     with torch.inference_mode():
-        p = density(x.where(observed, 0).unsqueeze(0), observed.unsqueeze(0))
-        mean = p.mean[0][:, *inside].float().cpu().contiguous().numpy()
-        variance = p.variance[0][:, *inside].float().cpu().contiguous().numpy()
+        if hasattr(density, "forward_inside"):
+            p = density.forward_inside(*images, *inside)
+            inside = slice(None), slice(None)
+        else:
+            p = density(*images)
+        mean, variance = (t[0][:, *inside].float().cpu().contiguous().numpy() for t in (p.mean, p.variance))
     return mean, np.sqrt(np.maximum(variance, 0))
 
 

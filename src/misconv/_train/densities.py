@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DensityTraining", "check_density_arguments", "density_job"]
 
+_MEASURED = 32  # images whose fill is compared with them before the training
+
 
 def density_job(
     density: nn.Module,
@@ -128,6 +130,30 @@ class DensityTraining:
             with borrowed(self.density, x.device) as loan:
                 loan.result = None  # it keeps what it learns
                 call_model("density", calibrate, (x, seen))
+            self._scale_deviations(x, seen)
+
+    @torch.no_grad()
+    def _scale_deviations(self, x: Tensor, seen: Tensor) -> None:
+        """Let a density that starts from a fill claim the errors of that fill at first; the rest is to be learned."""
+        x, seen = x[:_MEASURED], seen[:_MEASURED]
+        less = seen & self.holes.of_batch((len(x), *x.shape[2:]), 0, 0).to(seen.device)
+        hidden = (seen & ~less).expand(x.shape)
+        for module in self.density.modules():  # it may be inside a user's own
+            scale = getattr(module, "scale_deviations", None)
+            if callable(scale) and getattr(module, "is_untrained", False):
+                with borrowed(module, x.device) as loan:
+                    loan.result = None  # it keeps them
+                    for _ in range(3):  # bounds let less of a large deviation through
+                        ratio = self._error_to_claim(module(x, less), x, hidden)
+                        if ratio is not None:
+                            scale(ratio)
+
+    def _error_to_claim(self, p: MFA, x: Tensor, hidden: Tensor) -> Tensor | None:
+        """How many times the deviation that is claimed for every channel the error is, (C,), if it is anything."""
+        sums = [t.double().where(hidden, 0).sum((0, 2, 3)) for t in ((p.mean - x).square(), p.variance)]
+        total = self.fabric.all_reduce(torch.stack(sums).to(self.fabric.device), reduce_op="sum")
+        assert isinstance(total, Tensor)
+        return (total[0] / total[1]).sqrt().to(x.device) if bool((total > 0).all()) else None
 
     def begin(self, epoch: int) -> None:
         """Before an epoch."""

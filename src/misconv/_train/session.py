@@ -26,14 +26,7 @@ class History(list[EpochRecord]):
     kept: int = -1
 
 
-# A progress bar and its figures are to fit into 80 columns.
-_NOT_SHOWN = {"epoch", "step", "nll", "mse", "validation_nll", "validation_marginal_nll", "validation_coverage_50"}
-_SHORT = {
-    "validation_nearest_rmse": "nearest",
-    "validation_coverage_90": "in 90%",
-    "validation_": "val ",
-    "accuracy": "acc",
-}
+_NOT_SHOWN = {"epoch", "step", "nll", "mse"}
 
 
 def one_device(device: torch.device | str | None = None, precision: Any = None) -> Fabric:
@@ -116,14 +109,26 @@ def progress_bar(
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError as error:
         raise ImportError("progress bars need rich: pip install 'misconv[train]', or pass progress=False") from error
-    columns = (TextColumn("{task.description}"), BarColumn(14), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(8), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.fields[figures]}"), transient=transient) as progress:
         task = progress.add_task(title, total=total, completed=done, figures="")
 
         def advance(record: EpochRecord, done: int) -> None:
-            figures = "  ".join(f"{name} {value:.3g}" for name, value in record.items() if name not in _NOT_SHOWN)
-            for long, short in _SHORT.items():
-                figures = figures.replace(long, short)
-            progress.update(task, completed=done, figures=figures)
+            progress.update(task, completed=done, figures=_figures(record))
 
         yield advance
+
+
+def _figures(record: EpochRecord) -> str:
+    """What matters of a record, short enough for a terminal of 80 columns.
+
+    Example:
+        >>> _figures({"step": 7.0, "loss": 0.5, "validation_accuracy": 0.81})
+        'loss 0.5  val accuracy 0.81'
+    """
+    if "validation_nearest_rmse" not in record:
+        shown = {name.replace("validation_", "val "): v for name, v in record.items() if name not in _NOT_SHOWN}
+        return "  ".join(f"{name} {value:.3g}" for name, value in shown.items())
+    nll, rmse, nearest = (record[f"validation_{name}"] for name in ("nll", "rmse", "nearest_rmse"))
+    half, most = (100 * record[f"validation_coverage_{level}"] for level in (50, 90))
+    return f"rmse {rmse:.3g} (nearest {nearest:.3g}) nll {nll:.3g} in 50/90%: {half:.0f}/{most:.0f}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -25,9 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = ["FitSettings", "fit_files", "quiet_fit", "readable_shapes", "seeded"]
 
-_CROP = 128  # the side of what is learned from, of images that are larger
+_CROP = 128  # the side of what is learned from, of images that are larger …
+_SMALL_CROP, _SMALL_HOLE = 64, 8  # … and where all holes are small: no square of this side is missing as a whole
 _SMALLEST = 16
-_NUMBERS = 1_500_000  # in a batch, so that a training needs less than 2 GB
+_DETAILED = 64  # images with no longer side are seen pixel by pixel, larger ones in blocks of 2×2
+_LOOKED_AT = 24  # squares, to see how large holes are
+_NUMBERS = {"cuda": 1_500_000, "cpu": 400_000}  # in a batch: a training needs less than 2 GB; a CPU makes more steps
 _FEW = 1000  # crops, of which mirrored and moved ones are made too
 
 
@@ -55,9 +59,10 @@ def fit_files(images: ImageFiles, settings: FitSettings, say: Say) -> tuple[UNet
     shapes, bands = readable_shapes(images, outcome, say)
     chosen = images.only(shapes)
     examples, side = _examples(chosen, list(shapes.values()))
+    largest = max(max(size) for _, *size in shapes.values())
     dataset = _Readable(examples, (bands, *_size(examples, side, shapes)), outcome, say)
     with seeded(settings.seed):
-        density = UNetDMFA(bands, settings.components, settings.rank, patch=1 if side <= 64 else 2)
+        density = UNetDMFA(bands, settings.components, settings.rank, patch=1 if largest <= _DETAILED else 2)
     count = len(dataset)
     what = f"squares of {side} px" if isinstance(examples, Crops) else "images"
     say(f"learning from {count} {what}" if count > 1 else "learning from one image")
@@ -93,8 +98,8 @@ def quiet_fit(
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         history = fit_density(
-            density, dataset, **budget, batch_size=max(4, min(64, _NUMBERS // (bands * side**2))),
-            augment=len(cast(Sized, dataset)) < _FEW, fabric=fabric, **options,
+            density, dataset, **budget, augment=len(cast(Sized, dataset)) < _FEW, fabric=fabric, **options,
+            batch_size=max(4, min(64, _NUMBERS.get(fabric.device.type, _NUMBERS["cpu"]) // (bands * side**2))),
         )  # fmt: skip
     for warning in said:
         if issubclass(warning.category, UserWarning):
@@ -155,7 +160,18 @@ def _examples(images: ImageFiles, shapes: list[tuple[int, int, int]]) -> tuple[I
     sides = {side for _, *size in shapes for side in size}
     if len({shape[1:] for shape in shapes}) == 1 and max(sides) <= _CROP:
         return images, max(sides)
-    side = _CROP
+    side = _side_for_holes(Crops(images, _CROP, shapes))
     while side > max(_SMALLEST, min(sides)):
         side //= 2
     return Crops(images, side, shapes), side
+
+
+def _side_for_holes(crops: Crops) -> int:
+    """Smaller squares where all holes are small: a step is cheaper, and there are more of them."""
+    step = -(-len(crops) // _LOOKED_AT)
+    for place in range(0, len(crops), step):
+        with suppress(ValueError, OSError):  # told when it is learned from
+            seen = ~crops[place].isnan()
+            if seen.any() and not F.max_pool2d(seen.float(), _SMALL_HOLE, ceil_mode=True).all():
+                return _CROP
+    return _SMALL_CROP
