@@ -25,8 +25,8 @@ __all__ = ["LARGEST_PIECE", "Prediction", "fill_scene", "predict", "predict_batc
 Floats: TypeAlias = NDArray[np.float32]
 Density: TypeAlias = Callable[[Tensor, Tensor], Any]
 
-LARGEST_PIECE = 1024  # the side of what is computed at once …
-_NUMBERS = 5_000_000  # … or less, so that an image of many bands takes no more than about 2 GB
+LARGEST_PIECE = 1280  # the side of what is computed at once …
+_NUMBERS = 6_300_000  # … or less, so that an image of many bands takes no more than about 2 GB
 _GRID = 64  # windows begin at multiples of it, so that pyramids of halves are the same in all of them
 
 
