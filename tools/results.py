@@ -147,7 +147,7 @@ def made(records: Sequence[Record], benchmark: Mapping[str, Any] | None) -> list
 def filled(table: Table) -> bool:
     """Whether any number of ours is in it."""
     ours = [i for i, head in enumerate(table.columns) if head.endswith("here)")]
-    return any(row[i] not in ("–", "to follow") for row in table.rows for i in ours)
+    return any(row[i] not in ("–", tables.NOT_YET) for row in table.rows for i in ours)
 
 
 def duration(seconds: float) -> str:
