@@ -73,7 +73,8 @@ ABLATION = (
 
 PROTOCOL = """\
 - Every image has one missing region for its whole life, in training as in testing. Its missing values are read by no
-  method but GT and ACFlow, which are marked.
+  method but GT and ACFlow, which are marked. ACFlow's flow learns from complete training images, as in the paper; its
+  best guess is filled into incomplete ones, and the classifier is trained on these.
 - A part of the training set is held out for validation, and chooses the epoch. The test set is read once. Densities
   learn from all incomplete training images, those of validation too, and need no labels.
 - Methods are compared seed by seed. The best baseline is chosen by the very numbers it is compared on, in its favour.

@@ -160,7 +160,7 @@ class Experiment:
         return {**self.identity, **shapes, "density_kind": name, "density": as_json(chosen), "seed": 0}
 
     def density(self, name: str, chosen: AnySettings | None = None) -> nn.Module:
-        """A density of this data set, trained the first time: on its incomplete training images, a flow on complete ones."""
+        """A density of this data set, trained the first time: on incomplete images, a flow on complete ones."""
         chosen = chosen or self.settings.density(name)
         settings = self.density_settings(name, chosen)
         if key(settings) not in self._densities:

@@ -63,7 +63,7 @@ class DensitySettings:
 
 
 def job_of(density: nn.Module, settings: DensitySettings | FlowSettings, data: IncompleteImages, fabric: Fabric) -> Job:
-    """The training of a density network on incomplete images, or of a flow on complete ones, for `misconv._train.train`."""
+    """The training of a density on incomplete images, of a flow on complete ones, for `misconv._train.train`."""
     if isinstance(settings, FlowSettings):
         return flow_job(density, settings, data.images, fabric)
     return density_job(
