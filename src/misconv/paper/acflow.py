@@ -31,6 +31,7 @@ REACH = 3.0  # where 0 and 1 lie in logit space, whatever the margin: about what
 STEEPEST = 2.0  # the largest log-scale of one coupling
 FARTHEST = 10.0  # logits beyond it look alike to a network, so that no coupling can make the next one overflow
 NEAREST = 1e-6  # to 0 and 1, before the logit
+ROUNDING = 1e-6  # a dequantised value may lie so far outside
 CHECKERBOARDS, CHANNELS, LAST = 3, 3, 4  # couplings of a scale, before and after its squeeze; and of the last scale
 # The four pixels of a 2×2 block, those beside its diagonal first: these leave a scale, changed by two checkerboards.
 ORDER = (1, 2, 0, 3)
@@ -125,7 +126,7 @@ class ACFlow(nn.Module):
     def decode(self, z: Tensor, x: Tensor, observed: Tensor) -> Tensor:
         """The images (B, C, H, W) of which `encode` makes `z`; seen pixels are those of `x`, bit for bit.
 
-        Values of `x` and `z` at other places than theirs are not read: `z` counts where a pixel is hidden.
+        `z` is read at hidden pixels alone, and `x` at seen ones.
         """
         x, observed = self._check(x, observed)
         if not isinstance(z, Tensor) or z.shape != x.shape:
@@ -248,7 +249,7 @@ class ACFlow(nn.Module):
         """All values that are read lie between 0 and 1, or as far beyond as the density reaches."""
         read = torch.ones_like(observed) if complete else observed
         check_seen_finite("x", x, read)
-        beyond = self.margin / (1 - 2 * self.margin)
+        beyond = self.margin / (1 - 2 * self.margin) + ROUNDING
         if readable(x, observed):
             odd = x[read.expand_as(x) & ((x < -beyond) | (x > 1 + beyond))]
             if odd.numel():
