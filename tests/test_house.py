@@ -42,6 +42,7 @@ MAY_IMPORT = {
     "assess": {"torch", "matplotlib", "_assess", "_checks", "mfa"},
     "_transforms": {"torch", "torchvision"},
     "transforms": {"torch", "numpy", "torchvision", "_checks", "_transforms"},
+    "metrics": {"torch", "torchmetrics", "_checks"},
     "_store": {"torch", "safetensors", "torchvision", "timm", "_checks", "_convert", "_version"},
     "store": {"torch", "_checks", "_store"},
     "_train": {

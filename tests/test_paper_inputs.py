@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from misconv import MFA, SMFA, ConvDMFA, MisConv2d, impute
 from misconv.functional import partial_conv2d
 from misconv.paper import inputs
+from misconv.paper.acflow import ACFlow
 from misconv.paper.inputs import CachedMFA, IncompleteImages, Take
 from misconv.paper.methods import METHODS as ALL
 from misconv.paper.methods import TRAINED, method_named
@@ -21,7 +22,7 @@ from misconv.paper.networks import Classifier, misconv_layer
 from tests.reference import tolerance
 
 SHAPE = (2, 9, 7)
-METHODS = tuple(method.name for method in TRAINED if not method.sees_complete)
+METHODS = tuple(method.name for method in TRAINED if not method.takes_complete)
 ROWS = torch.tensor([6, 0, 3, 3, 1, 9])
 
 
@@ -53,6 +54,15 @@ def network() -> ConvDMFA:
     return density.eval().requires_grad_(False)
 
 
+def flow() -> ACFlow:
+    torch.manual_seed(2)
+    made = ACFlow(SHAPE, scales=2, width=4, blocks=1)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return made
+
+
 def tools(data: IncompleteImages) -> dict[str, Any]:
     """All that methods ask for, fitted to these images."""
     everything = data.at(torch.arange(len(data)))
@@ -62,6 +72,7 @@ def tools(data: IncompleteImages) -> dict[str, Any]:
         "knn": impute.KNN(3).fit(*everything),
         "smfa": CachedMFA(smfa, data),
         "dmfa": CachedMFA(network(), data),
+        "acflow": CachedMFA(flow().impute, data),
     }
 
 
@@ -295,12 +306,13 @@ def test_methods_have_names_of_their_own_and_all_that_they_need() -> None:
     assert [method.name for method in ALL] == [
         "zero", "mask", "mean", "knn", "partial", "acflow", "mfa", "misconv_smfa", "misconv_dmfa", "misconv_plus", "gt",
     ]  # fmt: skip
-    assert METHODS == ("zero", "mask", "mean", "knn", "partial", "mfa", "misconv_smfa", "misconv_dmfa")
+    assert METHODS == ("zero", "mask", "mean", "knn", "partial", "acflow", "mfa", "misconv_smfa", "misconv_dmfa")
     for each in ("title", "description"):
         assert len({getattr(method, each) for method in ALL}) == len(ALL)
     assert [method.name for method in ALL if method.sees_complete] == ["acflow", "gt"]
+    assert [method.name for method in ALL if method.takes_complete] == ["gt"]
     assert {method.name: method.density for method in ALL if method.density} == {
-        "mfa": "dmfa", "misconv_smfa": "smfa", "misconv_dmfa": "dmfa",
+        "acflow": "acflow", "mfa": "dmfa", "misconv_smfa": "smfa", "misconv_dmfa": "dmfa",
     }  # fmt: skip
     # Nobody is compared with itself, nor with somebody who has seen more.
     assert not any(method.is_baseline and (method.is_ours or method.sees_complete) for method in ALL)
@@ -354,6 +366,7 @@ def test_a_network_takes_complete_images_as_incomplete_ones_without_a_hole(metho
     fitted = tools(IncompleteImages(images, observed))
     whole = IncompleteImages(images, torch.ones_like(observed))
     fitted["smfa"] = fitted["dmfa"] = CachedMFA(network(), whole)
+    fitted["acflow"] = CachedMFA(flow().impute, whole)
     layer = first_layer(method, SHAPE[0])
     responses = []
     for take in (complete(method, images), of_method(method, whole, fitted)):

@@ -141,7 +141,22 @@ if processes == 2:
     assert len(found) == 5
 """
 
-ALIKE = {"batch normalization": BATCH_NORMALIZATION, "streams": STREAMS, "EM": EM, "complete images": COMPLETE_IMAGES}
+# Of 127 images one process has one more than the other, and of some images nothing is counted.
+METRICS = """
+from misconv.metrics import MaskedMSE, MaskedPSNR, MaskedSSIM
+x, observed, noisy = x[:127], observed[:127], x[:127] + 0.1 * torch.randn(127, 1, 8, 8)
+observed[:40:2] = False
+mine = slice(fabric.global_rank, None, processes)
+metrics = {"mse": MaskedMSE(), "psnr": MaskedPSNR(), "images": MaskedPSNR(per_image=True), "ssim": MaskedSSIM(size=3)}
+for name, metric in metrics.items():
+    metric.update(noisy[mine], x[mine], observed[mine])
+    found[name] = metric.compute()
+"""
+
+ALIKE = {
+    "batch normalization": BATCH_NORMALIZATION, "streams": STREAMS, "EM": EM, "complete images": COMPLETE_IMAGES,
+    "metrics": METRICS,
+}  # fmt: skip
 SCRIPTS = {**ALIKE, "checkpoint": CHECKPOINT, "refused": REFUSED}
 
 

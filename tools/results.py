@@ -73,7 +73,8 @@ ABLATION = (
 
 PROTOCOL = """\
 - Every image has one missing region for its whole life, in training as in testing. Its missing values are read by no
-  method but GT and ACFlow, which are marked.
+  method but GT and ACFlow, which are marked. ACFlow's flow learns from complete training images, as in the paper; its
+  best guess is filled into incomplete ones, and the classifier is trained on these.
 - A part of the training set is held out for validation, and chooses the epoch. The test set is read once. Densities
   learn from all incomplete training images, those of validation too, and need no labels.
 - Methods are compared seed by seed. The best baseline is chosen by the very numbers it is compared on, in its favour.
@@ -147,7 +148,7 @@ def made(records: Sequence[Record], benchmark: Mapping[str, Any] | None) -> list
 def filled(table: Table) -> bool:
     """Whether any number of ours is in it."""
     ours = [i for i, head in enumerate(table.columns) if head.endswith("here)")]
-    return any(row[i] not in ("–", "to follow") for row in table.rows for i in ours)
+    return any(row[i] not in ("–", tables.NOT_YET) for row in table.rows for i in ours)
 
 
 def duration(seconds: float) -> str:

@@ -68,8 +68,8 @@ _MODULE_OF = {
     "save": "store",
 }
 _SUBMODULES = {
-    "data", "density", "functional", "impute", "layers", "mfa", "missing", "predict", "sklearn", "store", "training",
-    "transforms",
+    "data", "density", "functional", "impute", "layers", "metrics", "mfa", "missing", "paper", "predict", "sklearn",
+    "store", "training", "transforms",
 }  # fmt: skip
 
 

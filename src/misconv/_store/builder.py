@@ -27,7 +27,7 @@ from misconv._store.registries import build_network
 __all__ = ["CONTAINERS", "CONVERTED", "DEEPEST", "FUNCTIONS", "Builder", "class_name", "constructor"]
 
 # A file may name the public modules of these files of ours.
-_OUR_MODULES = ("convert", "density", "impute", "layers")
+_OUR_MODULES = ("convert", "density", "impute", "layers", "paper.acflow")
 # And the layers that are defined in these files of torch.nn.modules: each makes a handful of tensors, whatever its
 # arguments. Recurrent layers and transformers, in other files, make as many as one number says.
 _TORCH_MODULES = (
@@ -45,7 +45,7 @@ _CONSTRUCTORS: dict[type, dict[str, inspect.Parameter]] = {}
 
 def class_name(kind: type) -> str | None:
     """The name under which a file may name this class, if any."""
-    package, _, file = kind.__module__.rpartition(".")
+    package, _, file = kind.__module__.partition(".")
     if package == "misconv" and file in _OUR_MODULES and kind.__name__ in sys.modules[kind.__module__].__all__:
         return f"misconv.{kind.__name__}"
     if kind in CONTAINERS or (_is_layer(kind) and getattr(nn, kind.__name__, None) is kind):

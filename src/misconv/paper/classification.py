@@ -1,9 +1,10 @@
 """Tables 1, 2, 6, 8 and 9: one classifier, many ways to treat missing pixels.
 
 The protocol: every image has one missing region for its whole life, and what lies under it is erased before anything
-else happens (only GT sees complete images). A tenth of the training images, set aside, chooses the epoch; test images
-are looked at once, by the chosen one. Seeds differ in the classifier's first weights, the order of images and dropout;
-regions, split and densities are the same for all of them, so methods can be compared seed by seed.
+else happens (only GT, and the flow of ACFlow, see complete images). A tenth of the training images, set aside, chooses
+the epoch; test images are looked at once, by the chosen one. Seeds differ in the classifier's first weights, the order
+of images and dropout; regions, split and densities are the same for all of them, so methods can be compared seed by
+seed.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from misconv._train import Job, as_floats, classifier_job, count_right, train
 from misconv.data import ImageSet
 from misconv.density import SMFA, ConvDMFA
 from misconv.layers import MisConv2d
+from misconv.paper.acflow import ACFlow
 from misconv.paper.cache import Cache, as_json, key
 from misconv.paper.densities import TITLES, DensitySettings, job_of, make_density
+from misconv.paper.flows import FlowSettings
 from misconv.paper.inputs import BYTE, CachedMFA, IncompleteImages, Take
 from misconv.paper.methods import Method, method_named
 from misconv.paper.networks import Classifier
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["Experiment", "Trained"]
 
 
+AnySettings = DensitySettings | FlowSettings
 # How many classifiers are trained in one CUDA graph, and how often their state is put on the disk.
 SIDE_BY_SIDE, CHECKPOINT_SECONDS = 48, 60.0
 
@@ -148,13 +152,15 @@ class Experiment:
 
     # Densities -------------------------------------------------------------------------------------------------------
 
-    def density_settings(self, name: str, chosen: DensitySettings | None = None) -> dict[str, Any]:
-        """What makes a density what it is: "smfa" or "dmfa", or one of another name with the settings chosen for it."""
+    def density_settings(self, name: str, chosen: AnySettings | None = None) -> dict[str, Any]:
+        """What makes a density what it is: "smfa", "dmfa", "acflow", or another name with settings chosen for it."""
         chosen = chosen or self.settings.density(name)
-        return {**self.identity, "density_kind": name, "density": as_json(chosen), "seed": 0}
+        # One flow, which learns from complete images, serves all shapes.
+        shapes = {"shape": "any", "fraction": None} if isinstance(chosen, FlowSettings) else {}
+        return {**self.identity, **shapes, "density_kind": name, "density": as_json(chosen), "seed": 0}
 
-    def density(self, name: str, chosen: DensitySettings | None = None) -> nn.Module:
-        """A density of this data set, trained on its incomplete training images the first time."""
+    def density(self, name: str, chosen: AnySettings | None = None) -> nn.Module:
+        """A density of this data set, trained the first time: on incomplete images, a flow on complete ones."""
         chosen = chosen or self.settings.density(name)
         settings = self.density_settings(name, chosen)
         if key(settings) not in self._densities:
@@ -169,7 +175,7 @@ class Experiment:
             self._densities[key(settings)] = density.eval().requires_grad_(False)
         return self._densities[key(settings)]
 
-    def _check_density(self, path: Path, density: nn.Module, chosen: DensitySettings) -> None:
+    def _check_density(self, path: Path, density: nn.Module, chosen: AnySettings) -> None:
         """The file may be another's."""
         wanted = make_density(chosen, self.data.shape)
         found, asked = ({"shape": None, **getattr(d, "config", dict)()} for d in (density, wanted))
@@ -178,7 +184,7 @@ class Experiment:
         if type(density) is not type(wanted) or found != asked:
             raise ValueError(f"cannot load {path}: it holds another density than its name stands for")
 
-    def _fit(self, name: str, chosen: DensitySettings, settings: dict[str, Any]) -> None:
+    def _fit(self, name: str, chosen: AnySettings, settings: dict[str, Any]) -> None:
         self.say(f"{self.data.title}, {self.shape}: learning what may be missing ({TITLES[name]})")
         clock = time.perf_counter()
         density = make_density(chosen, self.data.shape)
@@ -192,20 +198,22 @@ class Experiment:
             )  # fmt: skip
             seconds = time.perf_counter() - clock
         else:
-            job = job_of(density, chosen, self.train, self.fabric)
+            images = self.whole("train") if isinstance(chosen, FlowSettings) else self.train
+            job = job_of(density, chosen, images, self.fabric)
             (history,) = train(
                 [job], self.fabric, epochs=chosen.epochs, checkpoint=checkpoint, checkpoint_seconds=self.pause,
                 progress=self.progress, title=TITLES[name],
             )  # fmt: skip
             seconds = job.seconds
         # The density last: where there is one, there is its record.
-        self.cache.keep(settings, {"kind": "fit", **self._circumstances(), "seconds": seconds, "history": history})
+        fitted = {**self._circumstances(), "shape": settings["shape"], "seconds": seconds, "history": history}
+        self.cache.keep(settings, {"kind": "fit", **fitted})
         store.save(density.eval(), self.cache.density(settings))
         checkpoint.unlink(missing_ok=True)
 
     def quality(self, name: str) -> Record:
         """A record of how well a density predicts the missing pixels of the test images (Table 7)."""
-        settings = {**self.density_settings(name), "variant": "quality"}
+        settings = {**self.density_settings(name), **self.identity, "variant": "quality"}
         found = self.cache.get(settings, "density")
         if found is not None:
             return found
@@ -320,7 +328,7 @@ class Experiment:
     def take(self, method: Method, part: str) -> Take:
         """How a method gives training or test images to its network."""
         if (method.name, part) not in self._takes:
-            data = self.whole(part) if method.sees_complete else self._part(part)
+            data = self.whole(part) if method.takes_complete else self._part(part)
             if method.inputs is None:
                 raise ValueError(f"method must be one that this experiment can train, got {method.name!r}")
             self._takes[method.name, part] = method.inputs(data, self._fitted(method, part))
@@ -334,7 +342,9 @@ class Experiment:
         if method.density is not None:
             # Methods that use the same density share what it says.
             if (method.density, part) not in self._cached:
-                self._cached[method.density, part] = CachedMFA(self.density(method.density), self._part(part))
+                density = self.density(method.density)
+                says = density.impute if isinstance(density, ACFlow) else density
+                self._cached[method.density, part] = CachedMFA(says, self._part(part))
             return self._cached[method.density, part]
         if method.fit_imputer is not None and method.name not in self._imputers:
             self._imputers[method.name] = method.fit_imputer(*self.train.at(self.split[0]))

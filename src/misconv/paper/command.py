@@ -47,7 +47,7 @@ SOME = {"6": ("misconv_smfa", "misconv_dmfa"), "8": ("mfa", "misconv_dmfa"), "ab
 WITH_PLUS = ("1", "2", "9")
 # `--quick`: the number of images for training and for the test, and the epochs of each part.
 FEW_IMAGES = (600, 200)
-FEW_EPOCHS = {"dmfa": 1, "smfa": 2, "classifier": 1}
+FEW_EPOCHS = {"dmfa": 1, "smfa": 2, "classifier": 1, "acflow": 1}
 # A tenth of them has to choose the epoch, and no pixel may be missing in all of them.
 FEWEST = 100
 MOST_SEEDS = 1000
@@ -249,10 +249,10 @@ def _one_thread(device: torch.device) -> Iterator[None]:
 def _units(plan: Plan, experiment: Experiment) -> list[Record]:
     """The records of one data set with one shape."""
     if plan.table == "7":
-        return [experiment.quality(kind) for kind in ("smfa", "dmfa")]
+        return [experiment.quality(kind) for kind in ("smfa", "dmfa", "acflow")]
     seeds, methods = range(plan.seeds), SOME.get(plan.table, [method.name for method in TRAINED])
-    if experiment.shape != "square":  # trained on complete images, a method is the same for all shapes
-        methods = [name for name in methods if not method_named(name).sees_complete]
+    if experiment.shape != "square":  # a network that takes complete images is the same for all shapes
+        methods = [name for name in methods if not method_named(name).takes_complete]
     found = experiment.run(methods, seeds)
     recipe = _quick_recipe(experiment.data.name) if plan.quick else None
     if plan.table == "ablation":
@@ -274,6 +274,7 @@ def _quick_settings(name: str) -> Settings:
         dmfa=replace(usual.dmfa, epochs=FEW_EPOCHS["dmfa"]),
         smfa=replace(usual.smfa, epochs=FEW_EPOCHS["smfa"]),
         classifier=replace(usual.classifier, epochs=FEW_EPOCHS["classifier"]),
+        acflow=replace(usual.acflow, epochs=FEW_EPOCHS["acflow"]),
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from misconv import missing
 from misconv._train import Job, cosine_schedule, density_job
 from misconv.density import SMFA, ConvDMFA, LinearDMFA
+from misconv.paper.flows import FlowSettings, flow_job, make_flow
 from misconv.paper.inputs import BYTE, IncompleteImages
 
 if TYPE_CHECKING:
@@ -19,7 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = ["TITLES", "DensitySettings", "job_of", "learning_rate_of", "make_density", "several"]
 
-TITLES = {"smfa": "SMFA", "dmfa": "DMFA", "plus": "DMFA+"}  # of the densities of an experiment, by their names
+TITLES = {
+    "smfa": "SMFA",
+    "dmfa": "DMFA",
+    "plus": "DMFA+",
+    "acflow": "ACFlow",
+}  # of the densities of an experiment, by their names
 
 
 @dataclass(frozen=True)
@@ -56,8 +62,10 @@ class DensitySettings:
     shapes: str = "square"
 
 
-def job_of(density: nn.Module, settings: DensitySettings, data: IncompleteImages, fabric: Fabric) -> Job:
-    """The training of a density network on incomplete images, for `misconv._train.train`."""
+def job_of(density: nn.Module, settings: DensitySettings | FlowSettings, data: IncompleteImages, fabric: Fabric) -> Job:
+    """The training of a density on incomplete images, of a flow on complete ones, for `misconv._train.train`."""
+    if isinstance(settings, FlowSettings):
+        return flow_job(density, settings, data.images, fabric)
     return density_job(
         density, data.images, data.observed, fabric, batch_size=settings.batch_size,
         learning_rate=learning_rate_of(settings), objective=settings.objective, mse_epochs=settings.mse_epochs,
@@ -66,8 +74,10 @@ def job_of(density: nn.Module, settings: DensitySettings, data: IncompleteImages
     )  # fmt: skip
 
 
-def make_density(settings: DensitySettings, shape: tuple[int, int, int]) -> nn.Module:
+def make_density(settings: DensitySettings | FlowSettings, shape: tuple[int, int, int]) -> nn.Module:
     """A density by its settings, with the same first weights every time."""
+    if isinstance(settings, FlowSettings):
+        return make_flow(settings, shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if settings.kind == "SMFA":

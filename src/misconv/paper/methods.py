@@ -37,14 +37,15 @@ class Method:
         inputs: (images, what was fitted) -> what the network takes of some of them. What was fitted is indices -> MFA
             for a method with a density, (x, observed) -> filled x for one with an imputer, and None for others. None
             for a method that this module cannot feed.
-        density: the name of the density that it uses, "smfa" or "dmfa".
+        density: the name of the density that it uses, "smfa", "dmfa" or "acflow".
         fit_imputer: (x, observed) -> an imputer fitted to them, for a method that needs one.
         complete_inputs: (x, observed) -> what the network takes of images of which nothing is missing.
         first_layer: (channels, width) -> the first layer of its network.
         settings: what else makes its units what they are.
         is_baseline: whether MisConv is compared with it.
         is_ours: whether it is compared with the best baseline.
-        sees_complete: whether it is trained on complete images.
+        sees_complete: whether it is trained on complete images, or what fills its images is.
+        takes_complete: whether its network is never given an incomplete image.
         long_title: its title where there is room.
     """
 
@@ -60,11 +61,12 @@ class Method:
     is_baseline: bool = False
     is_ours: bool = False
     sees_complete: bool = False
+    takes_complete: bool = False
     long_title: str = ""
 
     @property
     def starred(self) -> str:
-        """The title, with a star for a method that is trained on complete images."""
+        """The title, with a star for a method that learns from complete images."""
         return f"{self.title} *" if self.sees_complete else self.title
 
     def complete(self, data: IncompleteImages) -> Take:
@@ -139,7 +141,10 @@ METHODS = (
         complete_inputs=lambda x, observed: (x, observed), first_layer=partial_layer, is_baseline=True,
         long_title="partial convolution",
     ),
-    Method("acflow", "ACFlow", "set to what a normalizing flow samples", sees_complete=True),
+    Method(
+        "acflow", "ACFlow", "set to the best guess of a normalizing flow, which was trained on complete images",
+        _mean_of_density, density="acflow", sees_complete=True,
+    ),
     Method(
         "mfa", "MFA imputation", "set to the mean that the density network predicts", _mean_of_density, density="dmfa",
         is_baseline=True,
@@ -155,7 +160,7 @@ METHODS = (
     Method("misconv_plus", "MisConv+", "MisConv (DMFA) by a recipe of our own, see misconv.paper.plus", is_ours=True),
     Method(
         "gt", "GT", "nothing is missing: the most that can be hoped for", _complete_images, sees_complete=True,
-        long_title="complete images",
+        takes_complete=True, long_title="complete images",
     ),
 )  # fmt: skip
 

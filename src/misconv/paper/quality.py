@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from misconv._checks import check_images, check_observed, check_size, describe
 from misconv.mfa import MFA
+from misconv.paper.acflow import ACFlow
 
 __all__ = ["SMALLEST", "check_metrics", "most_probable", "quality"]
 
@@ -20,7 +21,7 @@ SMALLEST = 6  # pixels: the window of SSIM, 11×11, reaches 5 beyond the image, 
 
 @torch.no_grad()
 def quality(
-    density: Callable[[Tensor, Tensor], MFA], images: Tensor, observed: Tensor, *, batch_size: int = 256
+    density: Callable[[Tensor, Tensor], MFA] | ACFlow, images: Tensor, observed: Tensor, *, batch_size: int = 256
 ) -> dict[str, float]:
     """How well a density predicts what was hidden from it: log-likelihood, and errors of its most probable imputation.
 
@@ -40,7 +41,8 @@ def quality(
 
     Args:
         density: any module or function ``(x, observed) -> MFA`` whose MFA holds the observed pixels, and no others, as
-            exact. A module is evaluated in eval mode, and left as it was.
+            exact; or an `ACFlow`, whose best guess is filled in. A module is evaluated in eval mode, and left as it
+            was.
         images: complete images (N, C, H, W), uint8, or floating point between 0 and 1.
         observed: bool (N, 1, H, W) or (N, C, H, W), what the density may see.
         batch_size: how many images at a time.
@@ -90,21 +92,31 @@ def most_probable(p: MFA) -> Tensor:
     return p.means[torch.arange(len(p), device=p.device), p.logits.argmax(-1)]
 
 
-def _each(density: Callable[[Tensor, Tensor], MFA], x: Tensor, observed: Tensor) -> dict[str, Tensor]:
+def _each(density: Callable[[Tensor, Tensor], MFA] | ACFlow, x: Tensor, observed: Tensor) -> dict[str, Tensor]:
     """The figures of every image, (B,) each."""
     hidden = ~observed.expand_as(x)
-    p = density(x.masked_fill(hidden, 0), observed)
-    _check_answer(p, x, observed)
     wide = torch.float32 if x.device.type == "mps" else torch.float64
-    truth, filled = x.to(wide), most_probable(p).to(wide)
+    guess, log_prob = _answer(density, x, observed)
+    truth, filled = x.to(wide), guess.to(wide)
     psnr, ssim = _compare(filled.clamp(0, 1), truth)
     return {
-        "nll": -p.log_prob(x, hidden).to(wide),
+        "nll": -log_prob.to(wide),
         "error": (filled - truth).masked_fill(~hidden, 0).square().sum((1, 2, 3)),
         "hidden": hidden.sum((1, 2, 3)),
         "psnr": psnr,
         "ssim": ssim,
     }
+
+
+def _answer(density: Callable[[Tensor, Tensor], MFA] | ACFlow, x: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
+    """The filled images, and the log density (B,) of what was hidden; images are filled without a look at that."""
+    hidden = ~observed.expand_as(x)
+    shown = x.masked_fill(hidden, 0)
+    if isinstance(density, ACFlow):
+        return density.impute(shown, observed), density.log_prob(x, observed)
+    p = density(shown, observed)
+    _check_answer(p, x, observed)
+    return most_probable(p), p.log_prob(x, hidden)
 
 
 def check_metrics() -> None:

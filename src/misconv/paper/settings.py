@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from misconv.paper.densities import DensitySettings
+from misconv.paper.flows import FlowSettings
 
 __all__ = ["SETTINGS", "SHAPES", "VALIDATION", "ClassifierSettings", "Settings"]
 
@@ -26,10 +27,13 @@ class Settings:
     dmfa: DensitySettings
     smfa: DensitySettings
     classifier: ClassifierSettings
+    acflow: FlowSettings
 
-    def density(self, name: str) -> DensitySettings:
-        """Those of "smfa" or "dmfa"."""
-        return {"smfa": self.smfa, "dmfa": self.dmfa}[name]
+    def density(self, name: str) -> DensitySettings | FlowSettings:
+        """Those of "smfa", "dmfa" or "acflow"."""
+        found: dict[str, DensitySettings | FlowSettings]
+        found = {"smfa": self.smfa, "dmfa": self.dmfa, "acflow": self.acflow}
+        return found[name]
 
 
 # The paper's appendix A. Of the convolutional density the text says a learning rate of 4e-5, then 1e-5; the authors'
@@ -39,20 +43,25 @@ _CONVOLUTIONAL = DensitySettings(
     "ConvDMFA", rank=4, epochs=100, batch_size=64, learning_rates=(4e-4, 1e-4), mse_epochs=10
 )
 _SMFA = DensitySettings("SMFA", rank=6, components=50, epochs=30)
+# About 4 million parameters; those of its authors have 12 million or more, and learn for 500 epochs or more.
+_FLOW = FlowSettings(epochs=40)
 # Not in the paper: small enough for a few minutes on a CPU.
 _SMALL = DensitySettings(
     "ConvDMFA", rank=4, widths=(24, 48), depths=(1, 2, 1), epochs=40, batch_size=48, learning_rates=(3e-3,), cosine=True
 )
 SETTINGS: dict[str, Settings] = {
-    "mnist": Settings(_LINEAR, _SMFA, ClassifierSettings("small", epochs=10, batch_size=24, learning_rate=1e-3)),
-    "svhn": Settings(_CONVOLUTIONAL, _SMFA, ClassifierSettings("small", epochs=25, batch_size=24, learning_rate=1e-3)),
+    "mnist": Settings(_LINEAR, _SMFA, ClassifierSettings("small", epochs=10, batch_size=24, learning_rate=1e-3), _FLOW),
+    "svhn": Settings(
+        _CONVOLUTIONAL, _SMFA, ClassifierSettings("small", epochs=25, batch_size=24, learning_rate=1e-3), _FLOW
+    ),
     "cifar10": Settings(
-        _CONVOLUTIONAL, _SMFA, ClassifierSettings("large", epochs=35, batch_size=64, learning_rate=1e-4)
+        _CONVOLUTIONAL, _SMFA, ClassifierSettings("large", epochs=35, batch_size=64, learning_rate=1e-4), _FLOW
     ),
     "digits": Settings(
         _SMALL,
         replace(_SMFA, components=8, rank=4),
         ClassifierSettings("small", epochs=12, batch_size=24, learning_rate=1e-3),
+        FlowSettings(epochs=15, scales=2, width=8, blocks=1, batch_size=64, learning_rate=3e-3),
     ),
 }
 SHAPES = {"square": 1 / 4, "trapezoid": 1 / 2, "noise": 3 / 4}  # and how much of an image is missing
