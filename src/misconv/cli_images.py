@@ -124,12 +124,12 @@ def impute(
         with processes.bar("filling", len(dataset)) as advance:
             outcome = impute_files(dataset, model, settings, processes.say, advance)
         processes.join(outcome)
-        processes.on_first(lambda: keep_record(out, outcome))
         counts = [f"{len(outcome.done)} filled"]
         counts += [f"{len(outcome.complete)} had no hole"] if outcome.complete else []
         counts += [f"{len(outcome.kept)} were there already"] if outcome.kept else []
         counts += [f"{len(outcome.failed)} failed"] if outcome.failed else []
         tell(processes, {"out": str(out), **outcome.to_dict()}, [f"{', '.join(counts)}. Images: {out}"])
+        processes.on_first(lambda: keep_record(out, outcome))  # after the summary: the disk may be full
         end(processes, outcome)
 
 
