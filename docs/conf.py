@@ -33,7 +33,6 @@ suppress_warnings = ["mystnb.unknown_mime_type"]
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", ".*")]
 default_role = "py:obj"
-add_module_names = False
 toc_object_entries_show_parents = "hide"
 python_maximum_signature_line_length = 80
 autodoc_member_order = "bysource"
@@ -61,6 +60,10 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {
-    "light_css_variables": {"color-brand-primary": "#1f5fa8", "color-brand-content": "#1f5fa8"},
+    "light_css_variables": {
+        "color-brand-primary": "#1f5fa8",
+        "color-brand-content": "#1f5fa8",
+        "code-font-size": "78%",
+    },
     "dark_css_variables": {"color-brand-primary": "#8ab8f0", "color-brand-content": "#8ab8f0"},
 }

@@ -16,7 +16,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE)
 # A title in a page's own text; a comment in a block of code looks the same.
 _TITLE = re.compile(r"^#+ (.*)$", re.MULTILINE)
-_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 class Block(NamedTuple):
@@ -83,10 +83,24 @@ def prose(path: Path) -> str:
 
 def anchors(path: Path) -> set[str]:
     """What a link to a page can name behind #, by the rule of GitHub."""
-    titles = _TITLE.findall(prose(path))
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    return set(map(slug, _TITLE.findall(prose(path))))
 
 
-def links(path: Path) -> list[str]:
-    """Targets of the links of a page to other files here."""
-    return [target for target in _LINK.findall(prose(path)) if "://" not in target]
+def slug(title: str) -> str:
+    """The anchor of a title, by the rule of GitHub."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def section(path: Path, anchor: str) -> str:
+    """What stands under a title, down to the next one of its rank; the whole page without an anchor."""
+    text = path.read_text()
+    titles = [m for m in re.finditer(r"^(#+) (.*)$", text, re.MULTILINE) if slug(m[2]) == anchor]
+    if not anchor:
+        return text
+    end = re.compile(rf"^#{{1,{len(titles[0][1])}}} ", re.MULTILINE).search(text, titles[0].end())
+    return text[titles[0].start() : end.start() if end else None]
+
+
+def links(path: Path) -> list[tuple[str, str]]:
+    """Texts and targets of the links of a page to other files here."""
+    return [(text, target) for text, target in _LINK.findall(prose(path)) if "://" not in target]
