@@ -47,12 +47,14 @@ def _cell(body: str) -> str:
     file = re.match(r"%%writefile (\S+)\n", body)
     if file:
         return f"import pathlib; pathlib.Path({file[1]!r}).write_text({body[file.end() :]!r})\n"
-    return re.sub(
-        r"^!(.*)$",
-        lambda m: f"import subprocess; subprocess.run({m[1]!r}, shell=True, check=True)",
-        body,
-        flags=re.MULTILINE,
-    )
+    return re.sub(r"^!(.*)$", lambda line: _call(line[1]), body, flags=re.MULTILINE)
+
+
+def _call(line: str) -> str:
+    """A line for a shell as Python: our own command inside this process, which saves the time to import torch."""
+    if _words(line) and line.startswith("misconv"):
+        return f"from misconv import cli; assert not cli.app({_words(line)!r}, standalone_mode=False)"
+    return f"import subprocess; subprocess.run({line!r}, shell=True, check=True)"
 
 
 def commands(path: Path) -> list[list[str]]:
