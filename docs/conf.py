@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
@@ -9,6 +10,8 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "_extensions"))
 
 from misconv import __version__  # noqa: E402  # the path above is for the extensions below
+
+logging.getLogger("traitlets").setLevel(logging.WARNING)  # not a line for every tutorial that is run
 
 project = "misconv"
 author = "The misconv authors"
@@ -22,6 +25,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx-mathjax-offline",  # MathJax and its fonts, served by the site itself
     "flowchart",  # drawings of GitHub's mermaid fences
+    "accessible",  # what WCAG asks for and Sphinx leaves out
     "repository",  # links that leave docs/, and pages that are files of the root
 ]
 source_suffix = {".md": "myst-nb"}
