@@ -47,7 +47,9 @@ def _cell(body: str) -> str:
     file = re.match(r"%%writefile (\S+)\n", body)
     if file:
         return f"import pathlib; pathlib.Path({file[1]!r}).write_text({body[file.end() :]!r})\n"
-    return re.sub(r"^!(.*)$", lambda line: _call(line[1]), body, flags=re.MULTILINE)
+    if body.startswith("%%bash\n"):
+        return "\n".join(map(_call, body.splitlines()[1:])) + "\n"
+    return body
 
 
 def _call(line: str) -> str:
@@ -63,7 +65,7 @@ def commands(path: Path) -> list[list[str]]:
     for kind, body in blocks(path):
         text = body.replace("\\\n", " ")
         if _is_python(kind):
-            lines = [line[1:] for line in text.splitlines() if line.startswith("!")]
+            lines = text.splitlines() if "%%bash\n" in text else []
         elif kind in ("", "sh", "console"):
             lines = text.splitlines()
         else:
@@ -74,7 +76,7 @@ def commands(path: Path) -> list[list[str]]:
 
 def _words(line: str) -> list[str]:
     """The words behind `misconv`, or behind `-m misconv` of Python or torchrun, if it is such a line."""
-    call = re.match(r"(?:misconv|(?:python|torchrun) .*-m misconv)\s+(.*)", line.strip())
+    call = re.match(r"(?:[A-Z]+=\d+ )?(?:misconv|(?:python|torchrun) .*-m misconv)\s+(.*)", line.strip())
     return shlex.split(call[1], comments=True) if call else []
 
 
