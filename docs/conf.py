@@ -9,8 +9,12 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "_extensions"))
 
-from misconv import __version__  # noqa: E402  # the path above is for the extensions below
+from nbclient import NotebookClient  # noqa: E402  # the path above is for the extensions below
 
+from misconv import __version__  # noqa: E402
+
+# Output arrives in pieces of any length; put together here, because myst-nb would end a line after each.
+NotebookClient.coalesce_streams.default_value = True
 logging.getLogger("traitlets").setLevel(logging.WARNING)  # not a line for every tutorial that is run
 
 project = "misconv"
