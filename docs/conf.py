@@ -9,12 +9,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "_extensions"))
 
-from nbclient import NotebookClient  # noqa: E402  # the path above is for the extensions below
+from misconv import __version__  # noqa: E402  # the path above is for the extensions below
 
-from misconv import __version__  # noqa: E402
-
-# Output arrives in pieces of any length; put together here, because myst-nb would end a line after each.
-NotebookClient.coalesce_streams.default_value = True
 logging.getLogger("traitlets").setLevel(logging.WARNING)  # not a line for every tutorial that is run
 
 project = "misconv"
@@ -30,6 +26,7 @@ extensions = [
     "sphinx-mathjax-offline",  # MathJax and its fonts, served by the site itself
     "flowchart",  # drawings of GitHub's mermaid fences
     "accessible",  # what WCAG asks for and Sphinx leaves out
+    "streams",  # output of cells, put together as it was printed
     "repository",  # links that leave docs/, and pages that are files of the root
 ]
 source_suffix = {".md": "myst-nb"}
