@@ -5,6 +5,7 @@
 # make bench      time what is meant to be fast, against what it replaces
 # make fuzz       look for defects with random cases, for MINUTES (10 if not given)
 # make docs       measure what the documents state and draw their pictures
+# make site       build the site of the documents, with its tutorials run; open build/site/index.html
 # Everything happens in .venv, which any target creates with the pinned versions of constraints.txt. With
 # CONSTRAINTS=constraints-oldest.txt it happens in .venv-oldest, with the oldest torch that we support.
 
@@ -15,7 +16,7 @@ CONSTRAINTS ?= constraints.txt
 VENV        := .venv$(patsubst constraints%.txt,%,$(notdir $(CONSTRAINTS)))
 BIN         := $(VENV)/bin
 
-.PHONY: demo test test-gpu lint bench fuzz docs clean
+.PHONY: demo test test-gpu lint bench fuzz docs site clean
 .DELETE_ON_ERROR:
 
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
@@ -68,5 +69,13 @@ docs: $(VENV)/installed
 	$(BIN)/python tools/results.py
 	$(BIN)/python tools/trust.py
 
+# Tests need no Sphinx, so it is installed here. A tutorial is run again when its code has changed.
+$(VENV)/installed-docs: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[docs]'
+	touch $@
+
+site: $(VENV)/installed-docs
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet docs build/site
+
 clean:
-	rm -rf .venv .venv-oldest .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-oldest build .mypy_cache .ruff_cache .pytest_cache .hypothesis

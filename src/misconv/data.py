@@ -88,7 +88,7 @@ def images(
     `masks` declares missing. Files are read when they are asked for. `fit_density`, `assess` and a DataLoader take it.
 
     Args:
-        sources: a file, a folder (searched to the bottom), a pattern such as "scans/*.png", or a list of these.
+        sources: a file, a folder (searched to the bottom), a pattern such as ``"scans/*.png"``, or a list of these.
         nodata: a number that stands for "no reading", compared before anything else is done.
         masks: a folder with a picture of the same name for every file, or one picture for all of them.
         hole_is: what a hole is in `masks`, "white" or "black".

@@ -127,7 +127,7 @@ class MFA:
 
     @property
     def variance(self) -> Tensor:
-        """(B, C, H, W), the variance of every pixel: within components plus between them, never negative."""
+        """(B, C, H, W), the variance of every pixel, within components plus between them; never negative."""
         # In float64, so that the square of a far component with little weight cannot overflow.
         means, factors, noise = (values.to(wide_type(self.means)) for values in self.pinned())
         weights = _over_pixels(self.logits.to(means.dtype).softmax(-1))
