@@ -1,0 +1,160 @@
+"""The page itself: Gradio's controls, wired to `misconv.app.looks`."""
+
+from __future__ import annotations
+
+import html
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from misconv.app.holes import SHAPES
+from misconv.app.looks import DIGIT, OWN, PHOTOGRAPH, Look, Visits
+from misconv.app.models import Models
+from misconv.app.pictures import SUFFIXES
+from misconv.app.report import read_text
+
+__all__ = ["build_page", "page_options"]
+
+TITLE = "misconv: images with missing pixels"
+_LEAD = """
+# Look behind the hole
+
+Hide a part of an image. See what it may have been, how sure that is, and what a network makes of it. Everything is
+computed on this machine, and nothing leaves it.
+"""
+# Browsers ask for nothing that is not listed here.
+FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
+FIXED_FONTS = ["ui-monospace", "Menlo", "Consolas", "monospace"]
+
+
+def page_options() -> dict[str, Any]:
+    """How the page looks: fonts of the system, and our own style."""
+    theme = gr.themes.Base(
+        primary_hue=gr.themes.colors.indigo, neutral_hue=gr.themes.colors.stone, font=FONTS, font_mono=FIXED_FONTS
+    )
+    return {"theme": theme, "css": read_text("page.css")}
+
+
+def build_page(models: Models, folder: Path) -> gr.Blocks:
+    """All controls and what they do.
+
+    Args:
+        folder: for files to download.
+    """
+    wired = _Wiring(Visits(models), folder)
+    with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=True, delete_cache=(1800, 7200)) as page:
+        gr.Markdown(_LEAD, elem_id="mc-lead")
+        look = gr.State(None)
+        with gr.Row(elem_id="mc-columns"):
+            with gr.Column(scale=2, min_width=320, elem_id="mc-controls"):
+                kind = gr.Radio([DIGIT, PHOTOGRAPH, OWN], value=DIGIT, label="Image", elem_id="mc-kind")
+                another = gr.Button("Another one", size="sm", elem_id="mc-another")
+                file = gr.File(
+                    label=f"An image file ({', '.join(suffix[1:] for suffix in SUFFIXES)})", type="filepath",
+                    file_count="single", height=140, visible=False, elem_id="mc-file",
+                )  # fmt: skip
+                message = gr.HTML("", elem_id="mc-message", padding=False)
+                canvas = gr.HTML(
+                    {}, html_template=read_text("canvas.html"), js_on_load=read_text("canvas.js"),
+                    apply_default_css=False, elem_id="mc-paint", padding=False,
+                )  # fmt: skip
+                shape = gr.Radio(list(SHAPES), value="square", label="Or a hole of this shape", elem_id="mc-shape")
+                share = gr.Slider(0, 100, value=25, step=5, label="Hidden share, %", elem_id="mc-share")
+                make = gr.Button("Download the result", size="sm", elem_id="mc-make")
+                files = gr.File(
+                    label="Filled image and standard deviation", file_count="multiple", interactive=False,
+                    visible=False, elem_id="mc-files",
+                )  # fmt: skip
+            with gr.Column(scale=5, min_width=320):
+                results = gr.HTML("", elem_id="mc-output", apply_default_css=False, padding=False)
+        # One computation at a time: two would share the same cores.
+        common = {
+            "concurrency_limit": 1,
+            "concurrency_id": "look",
+            "show_progress": "hidden",
+            "api_visibility": "private",
+        }
+        shown = [look, canvas, results, message, file, files]
+        options = [shape, share]
+        page.load(wired.start, [kind, *options], shown, **common)
+        kind.input(wired.start, [kind, *options], shown, **common)
+        another.click(wired.another, [look, *options], shown, **common)
+        file.upload(wired.open, [file, look, *options], shown, **common)
+        canvas.input(wired.paint, [look, canvas], [look, results, files], trigger_mode="always_last", **common)
+        for event in (shape.input, share.release):
+            event(wired.draw, [look, *options], shown, **common)
+        make.click(
+            wired.files, look, [files, message], **{**common, "concurrency_id": "files", "show_progress": "full"}
+        )
+    return page
+
+
+class _Wiring:
+    """What each event returns to the page."""
+
+    def __init__(self, visits: Visits, folder: Path) -> None:
+        self.visits, self.folder = visits, folder
+
+    def start(self, kind: str, shape: str, share: float) -> tuple[Any, ...]:
+        if kind == OWN:  # what was there stays until a file comes
+            keep = [gr.skip()] * 3
+            text = _note("Drop an image on the field above, or click it to choose one.")
+            return (*keep, text, gr.update(visible=True, value=None), gr.update(visible=False))
+        return self._all(self.visits.start(kind, 0, shape, share / 100))
+
+    def another(self, look: Look | None, shape: str, share: float) -> tuple[Any, ...]:
+        if look is None:
+            return self.start(DIGIT, shape, share)
+        return self._all(self.visits.another(look, shape, share / 100))
+
+    def open(self, path: str | None, look: Look | None, shape: str, share: float) -> tuple[Any, ...]:
+        try:
+            if path is None:
+                raise ValueError("no file came")
+            return self._all(self.visits.open(path, shape, share / 100))
+        except (ValueError, OSError, MemoryError) as error:
+            text = _note(f"This image cannot be shown: {_reason(error)}", alert=True)
+            return gr.skip(), gr.skip(), gr.skip(), text, gr.update(visible=True, value=None), gr.skip()
+
+    def paint(self, look: Look | None, sent: Any) -> tuple[Any, ...]:
+        try:
+            if look is None:
+                raise ValueError
+            painted = self.visits.paint(look, sent)
+        except ValueError:  # of an image that is no longer shown: its strokes come too late
+            return gr.skip(), gr.skip(), gr.skip()
+        return painted, self.visits.results(painted), gr.update(visible=False)
+
+    def draw(self, look: Look | None, shape: str, share: float) -> tuple[Any, ...]:
+        if look is None:
+            return self.start(DIGIT, shape, share)
+        return self._all(self.visits.draw(look, shape, share / 100))
+
+    def files(self, look: Look | None) -> tuple[Any, Any]:
+        if look is None:
+            return gr.skip(), gr.skip()
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        try:
+            made = self.visits.files(look, folder)
+        except (ValueError, OSError, MemoryError) as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            return gr.update(visible=False), _note(f"Nothing was written: {_reason(error)}", alert=True)
+        return gr.update(value=made, visible=True), ""
+
+    def _all(self, look: Look) -> tuple[Any, ...]:
+        own = gr.update(visible=look.kind == OWN)
+        return look, self.visits.canvas(look), self.visits.results(look), "", own, gr.update(visible=False)
+
+
+def _note(text: str, *, alert: bool = False) -> str:
+    return f'<p class="mc-note{" mc-alert" if alert else ""}" role="{"alert" if alert else "status"}">{html.escape(text)}</p>'
+
+
+def _reason(error: Exception) -> str:
+    """On one line; of an error of the system without the place, which is ours."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return (str(error).splitlines() or ["it is too large"])[0][:300]

@@ -1,0 +1,157 @@
+"""Serving the page: on one address, to pages of its own alone, with nothing that leaves the machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from misconv.app.models import Models
+
+__all__ = ["check_installed", "listen", "serve"]
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+# The browser itself refuses whatever would go elsewhere. Gradio evaluates the templates of its own components.
+_POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; object-src 'none'; frame-ancestors 'none'; "
+    "base-uri 'self'; form-action 'self'"
+)
+_HEADERS = [
+    (b"content-security-policy", _POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+]
+# What the page needs of Gradio's routes; the others (its proxy, its histories, its reloading) do not exist here.
+_ROUTES = (
+    "/assets/", "/static/", "/theme.css", "/config", "/manifest.json", "/favicon.ico", "/gradio_api/queue/",
+    "/gradio_api/upload", "/gradio_api/upload_progress", "/gradio_api/heartbeat/", "/gradio_api/file=",
+    "/gradio_api/info", "/gradio_api/startup-events", "/gradio_api/reset", "/gradio_api/cancel",
+)  # fmt: skip
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_MORE = 1_000_000  # bytes of a request besides the file in it
+_SESSIONS = 100  # whose images are kept in memory
+
+
+def check_installed() -> None:
+    """ImportError with the name of the extra, before any work."""
+    try:
+        import gradio  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"the page needs {error.name}: pip install 'misconv[app]'") from error
+
+
+@contextmanager
+def listen(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket on this address alone; OSError on one line where it is taken, or is none of this machine."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise OSError(f"--host must be an address of this machine, got {host}: {error.strerror}") from error
+    with made:
+        if os.name == "posix":
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            made.bind(address)
+            made.listen(128)
+        except OSError as error:
+            raise OSError(f"cannot listen on {host}, port {port}: {error.strerror}; choose another --port") from error
+        yield made
+
+
+def serve(models: Models, where: socket.socket, host: str, upload_limit: int, ready: Callable[[str], None]) -> None:
+    """Serve the page until Ctrl-C; `ready` hears its address.
+
+    Args:
+        upload_limit: of a file, in bytes.
+    """
+    import uvicorn
+
+    port = where.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="misconv-app-", ignore_cleanup_errors=True) as folder:
+        app = make_app(models, Path(folder), host, upload_limit)
+        config = uvicorn.Config(
+            app, log_level="error", access_log=False, timeout_graceful_shutdown=1, server_header=False, ws="none"
+        )
+        server = uvicorn.Server(config)
+        ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/")
+        server.run(sockets=[where])
+
+
+def make_app(models: Models, folder: Path, host: str, upload_limit: int) -> Any:
+    """The application, all of whose files are below a folder."""
+    uploads = folder / "gradio"
+    uploads.mkdir()
+    # Read by Gradio when it is imported, and later.
+    os.environ["GRADIO_TEMP_DIR"] = str(uploads)
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    import gradio
+    from fastapi import FastAPI
+
+    from misconv.app.page import build_page, page_options
+
+    made = folder / "results"
+    made.mkdir()
+    page = build_page(models, made)
+    page.state_session_capacity = _SESSIONS
+    page.queue(max_size=50, api_open=False)
+    app = gradio.mount_gradio_app(
+        FastAPI(docs_url=None, redoc_url=None, openapi_url=None), page, path="", footer_links=[], run_history=False,
+        allowed_paths=[], max_file_size=upload_limit, ssr_mode=False, mcp_server=False, pwa=False,
+        enable_monitoring=False, show_error=False, **page_options(),
+    )  # fmt: skip
+    return Guard(app, _LOOPBACK if host in _LOOPBACK else None, upload_limit)
+
+
+class Guard:
+    """In front of Gradio: refuses other names for this machine, other routes, and requests that are too large."""
+
+    def __init__(self, app: Any, names: tuple[str, ...] | None, upload_limit: int) -> None:
+        self.app, self.names, self.upload_limit = app, names, upload_limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+
+        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), *_HEADERS]
+            await send(message)
+
+        if refusal is None:
+            await self.app(scope, receive, send_with_headers)
+        else:
+            status, text = refusal
+            await send_with_headers(
+                {"type": "http.response.start", "status": status, "headers": [(b"content-type", b"text/plain")]}
+            )
+            await send({"type": "http.response.body", "body": text.encode()})
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        headers = dict(scope["headers"])
+        # Another name for this machine is a trick of a foreign page that wants to read ours.
+        name = headers.get(b"host", b"").decode("latin-1").rsplit(":", 1)[0].strip("[]")
+        if self.names is not None and name not in self.names:
+            return 421, "this page is for this machine alone"
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        if origin and origin.split("://")[-1] != headers.get(b"host", b"").decode("latin-1"):
+            return 403, "this page answers to itself alone"
+        path = scope["path"]
+        if path != "/" and not path.startswith(_ROUTES):
+            return 404, "there is nothing here"
+        length = headers.get(b"content-length", b"0").decode("latin-1")
+        if not length.isdigit() or int(length) > self.upload_limit + _MORE:
+            return 413, f"a file may have {self.upload_limit // 10**6} MB"
+        return None
