@@ -23,7 +23,8 @@ def app(
 ) -> None:
     """Open a page in the browser: hide parts of images, and see what becomes of them.
 
-    The first start fits small densities for about a minute and keeps them in the user's cache folder. Needs no internet.
+    The first start fits small densities for about a minute and keeps them in the user's cache folder. The page needs no
+    internet.
 
     Example: misconv app --port 8000
     """

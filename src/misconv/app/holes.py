@@ -31,8 +31,8 @@ def drawn_hole(shape: str, share: float, size: tuple[int, int], seed: int) -> Te
     if share <= 0 or share >= 1:
         return torch.full(size, share >= 1, device="cpu")
     generator = torch.Generator("cpu").manual_seed(seed)
-    options = {"fraction": share, "generator": generator, "device": torch.device("cpu")}
-    return ~SHAPES[shape](1, height, width, **options)[0, 0]
+    observed = SHAPES[shape](1, height, width, fraction=share, generator=generator, device=torch.device("cpu"))
+    return ~observed[0, 0]
 
 
 def pack_hole(hole: Tensor) -> str:

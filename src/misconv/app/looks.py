@@ -1,4 +1,4 @@
-"""What one visitor looks at, and what each of his actions does to it; the page calls these and shows what they return."""
+"""What one visitor looks at, and what each action does to it; the page calls these and shows what they return."""
 
 from __future__ import annotations
 

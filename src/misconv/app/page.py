@@ -6,7 +6,7 @@ import html
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gradio as gr
 
@@ -56,7 +56,7 @@ def build_page(models: Models, folder: Path) -> gr.Blocks:
                     label=f"An image file ({', '.join(suffix[1:] for suffix in SUFFIXES)})", type="filepath",
                     file_count="single", height=140, visible=False, elem_id="mc-file",
                 )  # fmt: skip
-                message = gr.HTML("", elem_id="mc-message", padding=False)
+                message = gr.HTML("", visible=False, elem_id="mc-message", padding=False)
                 canvas = gr.HTML(
                     {}, html_template=read_text("canvas.html"), js_on_load=read_text("canvas.js"),
                     apply_default_css=False, elem_id="mc-paint", padding=False,
@@ -71,12 +71,9 @@ def build_page(models: Models, folder: Path) -> gr.Blocks:
             with gr.Column(scale=5, min_width=320):
                 results = gr.HTML("", elem_id="mc-output", apply_default_css=False, padding=False)
         # One computation at a time: two would share the same cores.
-        common = {
-            "concurrency_limit": 1,
-            "concurrency_id": "look",
-            "show_progress": "hidden",
-            "api_visibility": "private",
-        }
+        common: dict[str, Any] = {
+            "concurrency_limit": 1, "concurrency_id": "look", "show_progress": "hidden", "api_visibility": "private",
+        }  # fmt: skip
         shown = [look, canvas, results, message, file, files]
         options = [shape, share]
         page.load(wired.start, [kind, *options], shown, **common)
@@ -89,7 +86,7 @@ def build_page(models: Models, folder: Path) -> gr.Blocks:
         make.click(
             wired.files, look, [files, message], **{**common, "concurrency_id": "files", "show_progress": "full"}
         )
-    return page
+    return cast(gr.Blocks, page)
 
 
 class _Wiring:
@@ -142,15 +139,16 @@ class _Wiring:
         except (ValueError, OSError, MemoryError) as error:
             shutil.rmtree(folder, ignore_errors=True)
             return gr.update(visible=False), _note(f"Nothing was written: {_reason(error)}", alert=True)
-        return gr.update(value=made, visible=True), ""
+        return gr.update(value=made, visible=True), gr.update(visible=False)
 
     def _all(self, look: Look) -> tuple[Any, ...]:
-        own = gr.update(visible=look.kind == OWN)
-        return look, self.visits.canvas(look), self.visits.results(look), "", own, gr.update(visible=False)
+        shown = look, self.visits.canvas(look), self.visits.results(look)
+        return (*shown, gr.update(visible=False), gr.update(visible=look.kind == OWN), gr.update(visible=False))
 
 
-def _note(text: str, *, alert: bool = False) -> str:
-    return f'<p class="mc-note{" mc-alert" if alert else ""}" role="{"alert" if alert else "status"}">{html.escape(text)}</p>'
+def _note(text: str, *, alert: bool = False) -> Any:
+    role, kind = ("alert", "mc-note mc-alert") if alert else ("status", "mc-note")
+    return gr.update(value=f'<p class="{kind}" role="{role}">{html.escape(text)}</p>', visible=True)
 
 
 def _reason(error: Exception) -> str:

@@ -7,6 +7,7 @@ import socket
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,9 @@ _SESSIONS = 100  # whose images are kept in memory
 
 def check_installed() -> None:
     """ImportError with the name of the extra, before any work."""
-    try:
-        import gradio  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"the page needs {error.name}: pip install 'misconv[app]'") from error
+    for name in ("gradio", "uvicorn"):
+        if find_spec(name) is None:  # not imported yet: Gradio then makes a folder where it is told to
+            raise ImportError(f"the page needs {name}: pip install 'misconv[app]'")
 
 
 @contextmanager
