@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+
+from tests.app_server import Server, started
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on PATH")
@@ -30,41 +28,10 @@ WCAG = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]}
 MOMENT = 60_000  # ms; machines that test are busy
 
 
-@dataclass
-class Server:
-    """A running page."""
-
-    process: subprocess.Popen[str]
-    url: str
-    folder: Path
-
-    def outside(self) -> str:
-        """Connections that it has opened to other machines."""
-        file = self.folder / "outside"
-        return file.read_text() if file.exists() else ""
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("app")
-    (folder / "tmp").mkdir()
-    script = Path(__file__).with_name("app_server.py")
-    command = [sys.executable, str(script), str(folder), "--port", "0", "--upload-limit", "1"]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "TMPDIR": str(folder / "tmp")}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    assert process.stdout is not None
-    url = None
-    for line in process.stdout:
-        if line.startswith("Page: "):
-            url = line.split()[1]
-            break
-    assert url is not None, "the server ended before it had an address"
-    yield Server(process, url, folder)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
-    left = {path.name.split("_")[0] for path in (folder / "tmp").iterdir()}
-    assert left <= {"torchinductor"}  # torch's own; nothing that a visitor sent outlives the server
-    assert Server(process, url, folder).outside() == ""
+    with started(tmp_path_factory.mktemp("app"), "--upload-limit", "1") as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -166,7 +166,7 @@ def _units(image: StoredImage, values: Tensor, known: Tensor) -> Units:
         return Units()
     ends = torch.tensor([0.005, 0.995], dtype=torch.float64)
     low, high = torch.quantile(seen.flatten()[:: max(1, seen.numel() // 1_000_000)], ends).tolist()
-    return Units(low, high if high > low else low + 1.0)
+    return Units(low, high if high > low else low + max(1.0, abs(low)))
 
 
 def _notes(image: StoredImage, values: Tensor, units: Units, known: Tensor) -> list[str]:
