@@ -18,13 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from misconv import data
-from misconv._train import one_device
 from misconv.density import UNetDMFA
 from misconv.layers import MisConv2d
 from misconv.mfa import MFA
 from misconv.missing import free_form, noise, square
 from misconv.store import load, read_notes, save
-from misconv.training import fit_classifier, fit_density
 
 __all__ = ["Models", "Settings", "cache_folder", "held_out_digits", "held_out_photographs", "prepare_models"]
 
@@ -196,6 +194,10 @@ def _holes(count: int, side: int) -> Tensor:
 
 
 def _fit(density: UNetDMFA, images: Tensor, steps: int, batch_size: int, *, augment: bool) -> None:
+    # Training and what it needs are not imported where all models are in the cache: the page then starts sooner.
+    from misconv._train import one_device
+    from misconv.training import fit_density
+
     observed = _holes(len(images), images.shape[-1])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it is not good yet: the page tells its errors
@@ -232,6 +234,9 @@ def _crops(settings: Settings) -> Tensor:
 
 def _fit_classifier(network: nn.Sequential, density: UNetDMFA, settings: Settings) -> None:
     """On digits as they are, and on the same digits with two holes each."""
+    from misconv._train import one_device
+    from misconv.training import fit_classifier
+
     images, labels = (values[:TRAINED_DIGITS] for values in _shuffled_digits())
     images, labels = images.repeat(3, 1, 1, 1), labels.repeat(3)
     observed = _holes(len(images), 8)

@@ -143,7 +143,8 @@ class _Wiring:
 
     def _all(self, look: Look) -> tuple[Any, ...]:
         shown = look, self.visits.canvas(look), self.visits.results(look)
-        return (*shown, gr.update(visible=False), gr.update(visible=look.kind == OWN), gr.update(visible=False))
+        ready = gr.update(visible=look.kind == OWN, value=None)  # for the next file
+        return (*shown, gr.update(visible=False), ready, gr.update(visible=False))
 
 
 def _note(text: str, *, alert: bool = False) -> Any:
