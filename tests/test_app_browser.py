@@ -178,6 +178,7 @@ def test_files_of_ones_own(browser: Any, server: Server, tmp_path: Path) -> None
     links.first.wait_for(timeout=MOMENT)
     names = {Path(urlsplit(link.get_attribute("href")).path).name for link in links.all()}
     assert names == {"six-filled.npy", "six-deviation.npy"}
+    assert violations(visit.page) == []
     assert other.page.inner_text(".mc-title") == title
     other.stroke((0.1, 0.1), (0.4, 0.4))
     assert hidden(other.status()) > 48 * 48
@@ -187,15 +188,20 @@ def test_files_of_ones_own(browser: Any, server: Server, tmp_path: Path) -> None
         each.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_everybody_can_use_it(browser: Any, server: Server, scheme: str) -> None:
-    """By the rules of WCAG A and AA that axe can check, on a phone; and nothing has to be scrolled sideways."""
+def violations(page: Any) -> list[tuple[str, list[str]]]:
+    """What breaks the rules of WCAG A and AA that axe can check."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what axe's package imports
         from axe_playwright_python.sync_playwright import Axe
+    found = Axe().run(page, options=WCAG).response
+    assert len(found["passes"]) > 10
+    return [(rule["id"], [node["html"] for node in rule["nodes"]]) for rule in found["violations"]]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everybody_can_use_it(browser: Any, server: Server, scheme: str) -> None:
+    """By these rules, on a phone; and nothing has to be scrolled sideways."""
     visit = Visit(browser, server, viewport={"width": 390, "height": 844}, color_scheme=scheme)
     assert visit.page.evaluate("document.documentElement.scrollWidth") <= 390
-    found = Axe().run(visit.page, options=WCAG).response
-    assert len(found["passes"]) > 10
-    assert [(rule["id"], [node["html"] for node in rule["nodes"]]) for rule in found["violations"]] == []
+    assert violations(visit.page) == []
     visit.close()

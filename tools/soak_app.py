@@ -101,7 +101,7 @@ class Visitor:
             "stroke": (self.stroke, 6),
             "shape": (self.shape, 2),
             "other image": (self.other_image, 1),
-            "another one": (lambda: self.page.click("#mc-another"), 1),
+            "another one": (self.another_one, 1),
             "file": (self.file, 1),
         }
         (kind,) = self.chance.choices(list(actions), [weight for _, weight in actions.values()])
@@ -139,6 +139,11 @@ class Visitor:
     def other_image(self) -> None:
         """A digit or a photograph."""
         self._choose("#mc-kind", 2)
+
+    def another_one(self) -> None:
+        """The next digit or photograph."""
+        if self.page.locator("#mc-another").is_visible():
+            self.page.click("#mc-another")
 
     def file(self) -> None:
         """An image of one's own."""

@@ -13,7 +13,6 @@ import gradio as gr
 from misconv.app.holes import SHAPES
 from misconv.app.looks import DIGIT, OWN, PHOTOGRAPH, Look, Visits
 from misconv.app.models import Models
-from misconv.app.pictures import SUFFIXES
 from misconv.app.report import read_text
 
 __all__ = ["build_page", "page_options"]
@@ -35,6 +34,8 @@ def page_options() -> dict[str, Any]:
     theme = gr.themes.Base(
         primary_hue=gr.themes.colors.indigo, neutral_hue=gr.themes.colors.stone, font=FONTS, font_mono=FIXED_FONTS
     )
+    # Gradio's own grey has too little contrast.
+    theme.set(body_text_color_subdued="#57534e", body_text_color_subdued_dark="#c4bfba")
     return {"theme": theme, "css": read_text("page.css")}
 
 
@@ -53,8 +54,8 @@ def build_page(models: Models, folder: Path) -> gr.Blocks:
                 kind = gr.Radio([DIGIT, PHOTOGRAPH, OWN], value=DIGIT, label="Image", elem_id="mc-kind")
                 another = gr.Button("Another one", size="sm", elem_id="mc-another")
                 file = gr.File(
-                    label=f"An image file ({', '.join(suffix[1:] for suffix in SUFFIXES)})", type="filepath",
-                    file_count="single", height=140, visible=False, elem_id="mc-file",
+                    label="PNG, JPEG, WebP, TIFF, GeoTIFF or .npy", type="filepath",
+                    file_count="single", height=160, visible=False, elem_id="mc-file",
                 )  # fmt: skip
                 message = gr.HTML("", visible=False, elem_id="mc-message", padding=False)
                 canvas = gr.HTML(
@@ -74,12 +75,12 @@ def build_page(models: Models, folder: Path) -> gr.Blocks:
         common: dict[str, Any] = {
             "concurrency_limit": 1, "concurrency_id": "look", "show_progress": "hidden", "api_visibility": "private",
         }  # fmt: skip
-        shown = [look, canvas, results, message, file, files]
+        shown = [look, canvas, results, message, files]
         options = [shape, share]
-        page.load(wired.start, [kind, *options], shown, **common)
-        kind.input(wired.start, [kind, *options], shown, **common)
+        page.load(wired.start, [kind, *options], [*shown, file, another], **common)
+        kind.input(wired.start, [kind, *options], [*shown, file, another], **common)
         another.click(wired.another, [look, *options], shown, **common)
-        file.upload(wired.open, [file, look, *options], shown, **common)
+        file.upload(wired.open, [file, *options], [*shown, file], **common)
         canvas.input(wired.paint, [look, canvas], [look, results, files], trigger_mode="always_last", **common)
         for event in (shape.input, share.release):
             event(wired.draw, [look, *options], shown, **common)
@@ -96,25 +97,24 @@ class _Wiring:
         self.visits, self.folder = visits, folder
 
     def start(self, kind: str, shape: str, share: float) -> tuple[Any, ...]:
-        if kind == OWN:  # what was there stays until a file comes
-            keep = [gr.skip()] * 3
-            text = _note("Drop an image on the field above, or click it to choose one.")
-            return (*keep, text, gr.update(visible=True, value=None), gr.update(visible=False))
-        return self._all(self.visits.start(kind, 0, shape, share / 100))
+        fields = gr.update(visible=kind == OWN, value=None), gr.update(visible=kind != OWN)
+        if kind != OWN:
+            return (*self._all(self.visits.start(kind, 0, shape, share / 100)), *fields)
+        text = _note("Drop an image on the field above, or click it to choose one.")
+        return gr.skip(), gr.skip(), gr.skip(), text, gr.skip(), *fields  # what was there stays until a file comes
 
     def another(self, look: Look | None, shape: str, share: float) -> tuple[Any, ...]:
-        if look is None:
-            return self.start(DIGIT, shape, share)
-        return self._all(self.visits.another(look, shape, share / 100))
+        return self._all(self.visits.another(look or self._first(shape, share), shape, share / 100))
 
-    def open(self, path: str | None, look: Look | None, shape: str, share: float) -> tuple[Any, ...]:
+    def open(self, path: str | None, shape: str, share: float) -> tuple[Any, ...]:
+        ready = gr.update(value=None)  # for the next file
         try:
             if path is None:
                 raise ValueError("no file came")
-            return self._all(self.visits.open(path, shape, share / 100))
+            return (*self._all(self.visits.open(path, shape, share / 100)), ready)
         except (ValueError, OSError, MemoryError) as error:
             text = _note(f"This image cannot be shown: {_reason(error)}", alert=True)
-            return gr.skip(), gr.skip(), gr.skip(), text, gr.update(visible=True, value=None), gr.skip()
+            return gr.skip(), gr.skip(), gr.skip(), text, gr.skip(), ready
 
     def paint(self, look: Look | None, sent: Any) -> tuple[Any, ...]:
         try:
@@ -126,9 +126,7 @@ class _Wiring:
         return painted, self.visits.results(painted), gr.update(visible=False)
 
     def draw(self, look: Look | None, shape: str, share: float) -> tuple[Any, ...]:
-        if look is None:
-            return self.start(DIGIT, shape, share)
-        return self._all(self.visits.draw(look, shape, share / 100))
+        return self._all(self.visits.draw(look or self._first(shape, share), shape, share / 100))
 
     def files(self, look: Look | None) -> tuple[Any, Any]:
         if look is None:
@@ -141,10 +139,13 @@ class _Wiring:
             return gr.update(visible=False), _note(f"Nothing was written: {_reason(error)}", alert=True)
         return gr.update(value=made, visible=True), gr.update(visible=False)
 
+    def _first(self, shape: str, share: float) -> Look:
+        """For a page that has lost its state, as after a restart of the server."""
+        return self.visits.start(DIGIT, 0, shape, share / 100)
+
     def _all(self, look: Look) -> tuple[Any, ...]:
-        shown = look, self.visits.canvas(look), self.visits.results(look)
-        ready = gr.update(visible=look.kind == OWN, value=None)  # for the next file
-        return (*shown, gr.update(visible=False), ready, gr.update(visible=False))
+        hidden = gr.update(visible=False)  # old messages and old files
+        return look, self.visits.canvas(look), self.visits.results(look), hidden, hidden
 
 
 def _note(text: str, *, alert: bool = False) -> Any:

@@ -82,7 +82,7 @@ def serve(models: Models, where: socket.socket, host: str, upload_limit: int, re
     with tempfile.TemporaryDirectory(prefix="misconv-app-", ignore_cleanup_errors=True) as folder:
         app = make_app(models, Path(folder), host, upload_limit)
         config = uvicorn.Config(
-            app, log_level="error", access_log=False, timeout_graceful_shutdown=1, server_header=False, ws="none"
+            app, log_level="critical", access_log=False, timeout_graceful_shutdown=1, server_header=False, ws="none"
         )
         server = uvicorn.Server(config)
         ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/")
