@@ -116,7 +116,7 @@ app.command(short_help="Tell how far a density can be believed.")(cli_images.ass
 app.command()(cli_classifier.train)
 app.command(short_help="Tell how often a trained classifier is right.")(cli_classifier.evaluate)
 app.command(short_help="Tell the class of images with holes, and how sure that is.")(cli_classifier.predict)
-app.command(short_help="Open a page that shows what becomes of holes.")(cli_app.app)
+app.command(short_help="Serve a page that shows what becomes of holes.")(cli_app.app)
 
 
 @app.command()

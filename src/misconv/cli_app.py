@@ -21,7 +21,7 @@ def app(
     port: Annotated[int, typer.Option(metavar="N", help="0 takes one that is free.")] = 7860,
     upload_limit: Annotated[int, typer.Option(metavar="MB", help="The largest file that the page takes.")] = 20,
 ) -> None:
-    """Open a page in the browser: hide parts of images, and see what becomes of them.
+    """Serve a page for your browser: hide parts of images, and see what becomes of them.
 
     The first start fits small densities for about a minute and keeps them in the user's cache folder. The page needs no
     internet.
