@@ -131,11 +131,12 @@ class _Wiring:
     def files(self, look: Look | None) -> tuple[Any, Any]:
         if look is None:
             return gr.skip(), gr.skip()
+        for old in self.folder.iterdir():  # one download at a time: Gradio has its own copies of the last ones
+            shutil.rmtree(old, ignore_errors=True)
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         try:
             made = self.visits.files(look, folder)
         except (ValueError, OSError, MemoryError) as error:
-            shutil.rmtree(folder, ignore_errors=True)
             return gr.update(visible=False), _note(f"Nothing was written: {_reason(error)}", alert=True)
         return gr.update(value=made, visible=True), gr.update(visible=False)
 
