@@ -37,14 +37,14 @@ _RECIPE = 1  # a change of what is fitted below that the settings do not tell: a
 
 @dataclass(frozen=True)
 class Settings:
-    """How long everything is fitted; by default for less than a minute in all on two cores."""
+    """How long everything is fitted; by default for about a minute in all on one core."""
 
-    digit_steps: int = 700
-    photograph_steps: int = 300
-    band_steps: int = 220
-    classifier_epochs: int = 14
-    side: int = 48  # of the crops of photographs, in pixels
-    crops: int = 1200
+    digit_steps: int = 600
+    photograph_steps: int = 200
+    band_steps: int = 180
+    classifier_epochs: int = 10
+    side: int = 40  # of the crops of photographs, in pixels
+    crops: int = 500
     batch_size: int = 16
 
 
@@ -137,7 +137,7 @@ class _Cache:
 _TOLD = {
     "digits": "Learning what digits look like, from incomplete digits (once, about 15 s)",
     "photographs": "Learning what photographs look like, from incomplete crops (once, about 25 s)",
-    "band": "Learning what a single band looks like (once, about 10 s)",
+    "band": "Learning what a single band looks like (once, about 15 s)",
     "classifier": "Learning to read incomplete digits (once, about 10 s)",
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 import shutil
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -77,24 +79,42 @@ def build_page(models: Models, folder: Path) -> gr.Blocks:
         }  # fmt: skip
         shown = [look, canvas, results, message, files]
         options = [shape, share]
-        page.load(wired.start, [kind, *options], [*shown, file, another], **common)
-        kind.input(wired.start, [kind, *options], [*shown, file, another], **common)
-        another.click(wired.another, [look, *options], shown, **common)
-        file.upload(wired.open, [file, *options], [*shown, file], **common)
-        canvas.input(wired.paint, [look, canvas], [look, results, files], trigger_mode="always_last", **common)
+        page.load(wired.look(wired.start), [kind, *options], [*shown, file, another], **common)
+        kind.input(wired.look(wired.start), [kind, *options], [*shown, file, another], **common)
+        another.click(wired.look(wired.another), [look, *options], shown, **common)
+        file.upload(wired.look(wired.open), [file, *options], [*shown, file], **common)
+        canvas.input(
+            wired.look(wired.paint), [look, canvas], [look, results, files], trigger_mode="always_last", **common
+        )
         for event in (shape.input, share.release):
-            event(wired.draw, [look, *options], shown, **common)
+            event(wired.look(wired.draw), [look, *options], shown, **common)
         make.click(
-            wired.files, look, [files, message], **{**common, "concurrency_id": "files", "show_progress": "full"}
+            wired.download(wired.files),
+            look,
+            [files, message],
+            **{**common, "concurrency_id": "files", "show_progress": "full"},
         )
     return cast(gr.Blocks, page)
 
 
 class _Wiring:
-    """What each event returns to the page."""
+    """What each event returns to the page.
+
+    Gradio calls from a thread of its own for every event, and the C library keeps freed memory for each thread by
+    itself. So all work is done in two threads that stay, one for looks and one for downloads, and memory does not grow.
+    """
 
     def __init__(self, visits: Visits, folder: Path) -> None:
         self.visits, self.folder = visits, folder
+        self._looks, self._downloads = (ThreadPoolExecutor(1, thread_name_prefix="misconv-app") for _ in range(2))
+
+    def look(self, action: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+        """An event that looks at an image."""
+        return lambda *inputs: self._looks.submit(action, *inputs).result()
+
+    def download(self, action: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+        """An event that writes files, for which nobody else should wait."""
+        return lambda *inputs: self._downloads.submit(action, *inputs).result()
 
     def start(self, kind: str, shape: str, share: float) -> tuple[Any, ...]:
         fields = gr.update(visible=kind == OWN, value=None), gr.update(visible=kind != OWN)
