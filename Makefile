@@ -1,6 +1,7 @@
 # make demo       photographs and handwritten digits with holes; writes a report to open in a browser
 # make test       lint, types, the core's tests, then all other tests and doctests (what CI runs)
 # make test-gpu   the tests once more, on a GPU
+# make test-browser   the page of `misconv app` in Chromium, which is installed first where that is possible
 # make lint       ruff and mypy alone
 # make bench      time what is meant to be fast, against what it replaces
 # make fuzz       look for defects with random cases, for MINUTES (10 if not given)
@@ -16,7 +17,7 @@ CONSTRAINTS ?= constraints.txt
 VENV        := .venv$(patsubst constraints%.txt,%,$(notdir $(CONSTRAINTS)))
 BIN         := $(VENV)/bin
 
-.PHONY: demo test test-gpu lint bench fuzz docs site clean
+.PHONY: demo test test-gpu test-browser lint bench fuzz docs site clean
 .DELETE_ON_ERROR:
 
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
@@ -39,6 +40,13 @@ test: $(if $(filter constraints.txt,$(CONSTRAINTS)),lint,$(VENV)/installed)
 test-gpu: $(VENV)/installed
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "test-gpu needs a GPU, and torch sees none here")'
 	$(BIN)/python -m pytest --device cuda --numprocesses 4 --quiet tests
+
+# `make test` runs these too wherever it finds a Chromium; here it is looked for first, and fetched by root on Debian.
+test-browser: $(VENV)/installed
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || \
+	{ [ "$$(id -u)" = 0 ] && command -v apt-get && apt-get update && apt-get install -y chromium; } || \
+	{ echo "test-browser needs chromium, chromium-browser or google-chrome on PATH"; exit 1; }
+	$(BIN)/python -m pytest --quiet tests/test_app.py tests/test_app_browser.py
 
 demo: $(VENV)/installed
 	$(BIN)/misconv demo --out misconv-demo --overwrite

@@ -68,14 +68,19 @@ MAY_IMPORT = {
         "torch", "numpy", "safetensors", "timm", "torchmetrics", "torchvision", "_files", "_store", "_train", "assess",
         "convert", "density", "layers", "predict", "store", "training", "transforms",
     },
+    "app": {
+        "torch", "numpy", "jinja2", "PIL", "gradio", "fastapi", "uvicorn", "_files", "_train", "data", "density",
+        "functional", "impute", "layers", "mfa", "missing", "paper", "predict", "store", "training",
+    },
     "_terminal": {"rich", "typer"},
     "_doctor": {"torch", "_backend", "_store", "functional", "mfa"},
     "cli_options": {"torch", "typer", "rich", "_store", "_terminal", "_train", "data", "images", "store"},
     "cli_images": {"typer", "_terminal", "cli_options", "data", "images", "store"},
     "cli_classifier": {"typer", "_terminal", "cli_options", "images", "store"},
+    "cli_app": {"torch", "typer", "_terminal", "app"},
     "cli_tables": {"rich"},
     "cli": {
-        "torch", "typer", "rich", "_doctor", "_terminal", "_version", "bench", "cli_classifier", "cli_images",
+        "torch", "typer", "rich", "_doctor", "_terminal", "_version", "bench", "cli_app", "cli_classifier", "cli_images",
         "cli_tables", "demo", "paper",
     },
     "__init__": {
@@ -240,6 +245,7 @@ def test_isinstance_takes_tuples_in_the_core() -> None:
     """torch 2.8 cannot compile `isinstance(x, A | B)`."""
     outside = {
         "_store",
+        "app",
         "_train",
         "_transforms",
         "bench",

@@ -23,6 +23,7 @@ EXTRAS = {
     "timm": ("timm",),
     "figures": ("matplotlib",),
     "paper": ("scipy", "torchmetrics"),
+    "app": ("gradio", "uvicorn"),
 }
 _TOLERANCE = 2e-3  # of TF32
 

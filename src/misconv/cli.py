@@ -25,7 +25,7 @@ except ImportError as error:
     print(f"misconv: the command line needs {error.name}: pip install 'misconv[demo]'", file=sys.stderr)
     raise SystemExit(2) from error
 
-from misconv import cli_classifier, cli_images
+from misconv import cli_app, cli_classifier, cli_images
 from misconv._terminal import EXIT_CODES, interruptible, note, print_json, refuse, report_errors
 from misconv.cli_tables import console_for, demo_tables, paper_tables
 
@@ -116,6 +116,7 @@ app.command(short_help="Tell how far a density can be believed.")(cli_images.ass
 app.command()(cli_classifier.train)
 app.command(short_help="Tell how often a trained classifier is right.")(cli_classifier.evaluate)
 app.command(short_help="Tell the class of images with holes, and how sure that is.")(cli_classifier.predict)
+app.command(short_help="Serve a page that shows what becomes of holes.")(cli_app.app)
 
 
 @app.command()
