@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from misconv import cli
 from misconv.app import models
 
 QUICK = models.Settings(
-    digit_steps=40, photograph_steps=2, band_steps=2, classifier_epochs=3, side=32, crops=64, batch_size=16
+    digit_steps=30, photograph_steps=2, band_steps=2, classifier_epochs=2, side=24, crops=40, batch_size=16
 )
 LOCAL = ("127.0.0.1", "::1", "localhost", "")
 
@@ -33,13 +35,20 @@ class Server:
     temporary: Path  # all of its temporary files are there
 
 
+def shared_cache(factory: pytest.TempPathFactory) -> Path:
+    """Where all processes of one run of the tests keep their models."""
+    base = factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "app-cache"
+
+
 @contextmanager
-def started(folder: Path, *options: str) -> Iterator[Server]:
-    """A server on a free port, ended by Ctrl-C; its models are kept in the folder."""
+def started(factory: pytest.TempPathFactory, *options: str) -> Iterator[Server]:
+    """A server on a free port, ended by Ctrl-C."""
+    folder = factory.mktemp("app")
     temporary = folder / "tmp"
-    temporary.mkdir(parents=True)
+    temporary.mkdir()
     command = [sys.executable, __file__, str(folder), "--port", "0", *options]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "TMPDIR": str(temporary)}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(shared_cache(factory)), "TMPDIR": str(temporary)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         url = next((line.split()[1] for line in process.stdout if line.startswith("Page: ")), None)

@@ -28,18 +28,13 @@ import misconv
 from misconv import cli, impute
 from misconv.app import analysis, holes, looks, models, pictures, report
 from misconv.app.models import Models
-from tests.app_server import QUICK, Server, started
+from tests.app_server import QUICK, Server, shared_cache, started
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("app")
-
-
-@pytest.fixture(scope="module")
-def fitted(folder: Path) -> Models:
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> Models:
     torch.set_default_dtype(torch.float32)
-    return models.prepare_models(folder / "cache" / "misconv" / "app", lambda text: None, QUICK)
+    return models.prepare_models(shared_cache(tmp_path_factory) / "misconv" / "app", lambda text: None, QUICK)
 
 
 @pytest.fixture(autouse=True)
@@ -344,8 +339,8 @@ def test_what_is_shown_was_not_learned_from() -> None:
 
 
 @pytest.fixture(scope="module")
-def server(fitted: Models, folder: Path) -> Iterator[Server]:
-    with started(folder, "--upload-limit", "1") as made:
+def server(fitted: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with started(tmp_path_factory, "--upload-limit", "1") as made:
         yield made
 
 
@@ -407,7 +402,7 @@ def test_only_uploaded_files_can_be_named(server: Server, tmp_path: Path) -> Non
 
     def show(path: str) -> int:
         file = {"path": path, "meta": {"_type": "gradio.FileData"}}
-        data = {"data": [file, None, "square", 25], "fn_index": event["id"], "session_hash": "abc"}
+        data = {"data": [file, "square", 25], "fn_index": event["id"], "session_hash": "abc"}
         return ask(
             server, "POST", "/gradio_api/queue/join", json.dumps(data).encode(), content_type="application/json"
         )[0]

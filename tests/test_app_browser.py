@@ -30,7 +30,7 @@ MOMENT = 60_000  # ms; machines that test are busy
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with started(tmp_path_factory.mktemp("app"), "--upload-limit", "1") as made:
+    with started(tmp_path_factory, "--upload-limit", "1") as made:
         yield made
 
 
