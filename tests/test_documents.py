@@ -23,8 +23,6 @@ from misconv import cli
 from tests.pages import DOCS, PAGES, ROOT, anchors, blocks, commands, links, prose, script, section
 
 COMMANDS: dict[str, Any] = get_command(cli.app).commands  # type: ignore[attr-defined]  # of a group
-# What its own extra brings.
-APP = "app"
 # A fresh Python runs the README; commands.md shows the help alone.
 PROGRAMS = [path for path in PAGES if script(path) and path.name not in ("README.md", "commands.md")]
 # Pages whose figures are links to where they were measured.
@@ -113,11 +111,11 @@ def test_commands_are_as_the_command_line_takes_them(path: Path) -> None:
 def test_commands_options_and_extras_in_the_text_exist(path: Path) -> None:
     options = {option for command in COMMANDS.values() for p in command.params for option in p.opts}
     for words in (span.split() for span in re.findall(r"`(misconv [a-z][^`]*)`", prose(path))):
-        assert words[1] in {*COMMANDS, APP}, f"{named(path)}: {' '.join(words)}"
+        assert words[1] in COMMANDS, f"{named(path)}: {' '.join(words)}"
         assert {word for word in words if word.startswith("--")} <= {*options, "--help", "--install-completion"}, words
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for names in re.findall(r"pip install -e '\.\[([\w,]+)\]'", path.read_text()):
-        assert set(names.split(",")) <= {*extras, APP}, f"{named(path)}: {names}"
+        assert set(names.split(",")) <= set(extras), f"{named(path)}: {names}"
 
 
 def test_a_command_that_does_not_exist_is_found() -> None:
@@ -126,7 +124,7 @@ def test_a_command_that_does_not_exist_is_found() -> None:
 
 
 def test_every_command_is_on_its_page() -> None:
-    assert set(COMMANDS) - {APP} <= anchors(DOCS / "commands.md")
+    assert set(COMMANDS) <= anchors(DOCS / "commands.md")
 
 
 # Links and figures --------------------------------------------------------------------------------------------------
