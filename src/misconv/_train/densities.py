@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -135,18 +135,19 @@ class DensityTraining:
     @torch.no_grad()
     def _scale_deviations(self, x: Tensor, seen: Tensor) -> None:
         """Let a density that starts from a fill claim the errors of that fill at first; the rest is to be learned."""
+        found = [m for m in self.density.modules() if getattr(m, "is_untrained", False)]  # inside a user's own, too
+        if not found:
+            return
         x, seen = x[:_MEASURED], seen[:_MEASURED]
         less = seen & self.holes.of_batch((len(x), *x.shape[2:]), 0, 0).to(seen.device)
         hidden = (seen & ~less).expand(x.shape)
-        for module in self.density.modules():  # it may be inside a user's own
-            scale = getattr(module, "scale_deviations", None)
-            if callable(scale) and getattr(module, "is_untrained", False):
-                with borrowed(module, x.device) as loan:
-                    loan.result = None  # it keeps them
-                    for _ in range(3):  # bounds let less of a large deviation through
-                        ratio = self._error_to_claim(module(x, less), x, hidden)
-                        if ratio is not None:
-                            scale(ratio)
+        for module in found:
+            with borrowed(module, x.device) as loan:
+                loan.result = None  # it keeps them
+                for _ in range(3):  # bounds let less of a large deviation through
+                    ratio = self._error_to_claim(module(x, less), x, hidden)
+                    if ratio is not None:
+                        cast(Any, module).scale_deviations(ratio)
 
     def _error_to_claim(self, p: MFA, x: Tensor, hidden: Tensor) -> Tensor | None:
         """How many times the deviation that is claimed for every channel the error is, (C,), if it is anything."""
