@@ -282,13 +282,13 @@ def shell(command: str, **options: Any) -> subprocess.CompletedProcess[str]:
     ("command", "lines"),
     [
         ("misconv --help | true", 0),
-        ("misconv demo --quick --seeds 1 --out {} | head -1", 1),
+        ("misconv doctor | head -1", 1),
         ("misconv table --help | true", 0),
     ],
 )
-def test_a_reader_that_is_gone(command: str, lines: int, tmp_path: Path) -> None:
+def test_a_reader_that_is_gone(command: str, lines: int) -> None:
     """Ends the command as it ends others, by a signal; without a word of Python's."""
-    done = shell(f"{command.format(tmp_path / 'new')}; echo ${{PIPESTATUS[0]}}")
+    done = shell(f"{command}; echo ${{PIPESTATUS[0]}}")
     *shown, code = done.stdout.splitlines()
     assert len(shown) == lines
     assert int(code) in (0, 128 + signal.SIGPIPE)  # a short text may be written before the reader is gone

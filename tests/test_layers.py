@@ -181,8 +181,7 @@ def test_from_conv_shares_parameters_and_copies_arguments() -> None:
     assert "6, kernel_size=(3, 3)" in repr(layer)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("mode", ["zeros", "reflect"])
+@pytest.mark.parametrize(("mode", "backend"), [("zeros", "inductor"), ("reflect", "aot_eager")])
 def test_compiled_layer_is_the_eager_one(backend: str, mode: str, compiler: None) -> None:
     observed = torch.rand(2, 1, 6, 6) < 0.5
     p = random_mfa(2, 2, 2, (2, 6, 6), observed)
