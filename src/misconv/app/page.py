@@ -73,7 +73,7 @@ def build_page(models: Models, folder: Path) -> gr.Blocks:
                 )  # fmt: skip
             with gr.Column(scale=5, min_width=320):
                 results = gr.HTML("", elem_id="mc-output", apply_default_css=False, padding=False)
-        # One computation at a time: two would share the same cores. What is chosen meanwhile is done next, the last one.
+        # One computation at a time: two would share the same cores. Of what is chosen meanwhile the last is done next.
         common: dict[str, Any] = {
             "concurrency_limit": 1, "concurrency_id": "look", "show_progress": "hidden", "api_visibility": "private",
             "trigger_mode": "always_last",
