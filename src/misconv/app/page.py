@@ -73,9 +73,10 @@ def build_page(models: Models, folder: Path) -> gr.Blocks:
                 )  # fmt: skip
             with gr.Column(scale=5, min_width=320):
                 results = gr.HTML("", elem_id="mc-output", apply_default_css=False, padding=False)
-        # One computation at a time: two would share the same cores.
+        # One computation at a time: two would share the same cores. Of what is chosen meanwhile the last is done next.
         common: dict[str, Any] = {
             "concurrency_limit": 1, "concurrency_id": "look", "show_progress": "hidden", "api_visibility": "private",
+            "trigger_mode": "always_last",
         }  # fmt: skip
         shown = [look, canvas, results, message, files]
         options = [shape, share]
@@ -83,9 +84,7 @@ def build_page(models: Models, folder: Path) -> gr.Blocks:
         kind.input(wired.look(wired.start), [kind, *options], [*shown, file, another], **common)
         another.click(wired.look(wired.another), [look, *options], shown, **common)
         file.upload(wired.look(wired.open), [file, *options], [*shown, file], **common)
-        canvas.input(
-            wired.look(wired.paint), [look, canvas], [look, results, files], trigger_mode="always_last", **common
-        )
+        canvas.input(wired.look(wired.paint), [look, canvas], [look, results, files], **common)
         for event in (shape.input, share.release):
             event(wired.look(wired.draw), [look, *options], shown, **common)
         make.click(
