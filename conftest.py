@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,8 +23,14 @@ if not torch.cuda.is_available():
 if find_spec("triton") is None:
     collect_ignore_glob = ["src/misconv/_triton/*.py", "tests/test_triton*.py"]
 
-# One process a core (pytest-xdist); threads of torch on top of that would only get in each other's way.
+# One process a core (pytest-xdist); threads of torch on top of that would only get in each other's way; also those of
+# the processes that tests start.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that runs the tests in the background ignores Ctrl-C, and so would the commands that tests stop by it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=500)
