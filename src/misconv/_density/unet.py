@@ -81,7 +81,7 @@ class UNetDMFA(DensityNetwork):
             for weight, size in zip(self._split(self.head.weight, 0), (0.0, 0.1, 0.3), strict=True):
                 weight.mul_(size)
             # Pixels of a block vary together at first: a factor that tells them apart has to be learned.
-            factors = self._split(self.head.weight, 0)[2].unflatten(0, (-1, self.patch**2))
+            factors = torch.unflatten(self._split(self.head.weight, 0)[2], 0, (-1, self.patch**2))
             factors.copy_(factors[:, :1].clone().expand_as(factors))
             _, noise, _ = self._split(self.head.bias, 0)
             for number, bias in enumerate(noise.chunk(self.components)):
