@@ -21,7 +21,7 @@ from misconv._files.find import ARRAYS, PILLOW, RASTER
 from misconv._files.png import DeepPng, bands_of_deep, read_deep, with_chunks_of, write_deep
 from misconv._store import write_bytes
 
-__all__ = ["Array", "StoredImage", "holds", "read_image", "read_shape", "write_image"]
+__all__ = ["Array", "StoredImage", "holds", "read_image", "read_shape", "write_deviation", "write_image"]
 
 Array: TypeAlias = NDArray[Any]
 _MOST_BANDS = 64  # of an array; a longer axis is one of pixels
@@ -137,6 +137,30 @@ def write_image(path: Path, image: StoredImage, filled: Array, known: Array | No
     """
     known = np.ones((1, *image.shape[1:]), bool) if known is None else known
     write_bytes(path, image.encode(filled, known))
+
+
+def write_deviation(folder: Path, name: Path, source: Path, values: Array) -> Path:
+    """Write the standard deviation (C, H, W) of an image, float32: a TIFF like its own file, or else an .npy.
+
+    Args:
+        name: of the image below the folder. source: the image's own file.
+    """
+    if source.suffix.lower() in RASTER:
+        from misconv._files.scene import open_scene, write_scene
+
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open_scene(source) as scene:
+            recipe = scene.recipe()
+        with write_scene(path, recipe, complete=True, dtype="float32") as data:
+            data.write(values)
+        return path
+    path = folder / name.with_suffix(".npy")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stream = io.BytesIO()
+    np.save(stream, values, allow_pickle=False)
+    write_bytes(path, stream.getvalue())
+    return path
 
 
 # Pillow --------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Scene", "open_scene", "write_scene", "write_scene_bytes", "write_window"]
+__all__ = ["Scene", "Window", "open_scene", "write_scene", "write_scene_bytes", "write_window"]
 
 Array: TypeAlias = NDArray[Any]
 Window: TypeAlias = tuple[slice, slice]

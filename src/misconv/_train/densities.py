@@ -135,24 +135,30 @@ class DensityTraining:
     @torch.no_grad()
     def _scale_deviations(self, x: Tensor, seen: Tensor) -> None:
         """Let a density that starts from a fill claim the errors of that fill at first; the rest is to be learned."""
-        found = [m for m in self.density.modules() if getattr(m, "is_untrained", False)]  # inside a user's own, too
+        # It may be inside a user's own.
+        found = [m for m in self.density.modules() if hasattr(m, "scale_deviations") and m.is_untrained]
         if not found:
             return
         x, seen = x[:_MEASURED], seen[:_MEASURED]
         less = seen & self.holes.of_batch((len(x), *x.shape[2:]), 0, 0).to(seen.device)
-        hidden = (seen & ~less).expand(x.shape)
         for module in found:
             with borrowed(module, x.device) as loan:
                 loan.result = None  # it keeps them
                 for _ in range(3):  # bounds let less of a large deviation through
-                    ratio = self._error_to_claim(module(x, less), x, hidden)
+                    ratio = self._error_to_claim(module, x, seen, less)
                     if ratio is not None:
                         cast(Any, module).scale_deviations(ratio)
 
-    def _error_to_claim(self, p: MFA, x: Tensor, hidden: Tensor) -> Tensor | None:
+    def _error_to_claim(self, density: nn.Module, x: Tensor, seen: Tensor, less: Tensor) -> Tensor | None:
         """How many times the deviation that is claimed for every channel the error is, (C,), if it is anything."""
-        sums = [t.double().where(hidden, 0).sum((0, 2, 3)) for t in ((p.mean - x).square(), p.variance)]
-        total = self.fabric.all_reduce(torch.stack(sums).to(self.fabric.device), reduce_op="sum")
+        sums = torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device)
+        # As many at a time as a step has room for.
+        for part in torch.arange(len(x), device=x.device).split(self.source.batch_size):
+            images, shown = x[part], less[part]
+            p, hidden = density(images, shown), (seen[part] & ~shown).expand(images.shape)
+            squares = torch.stack([(p.mean - images).square(), p.variance]).double()
+            sums += squares.where(hidden, 0).sum((1, 3, 4))
+        total = self.fabric.all_reduce(sums.to(self.fabric.device), reduce_op="sum")
         assert isinstance(total, Tensor)
         return (total[0] / total[1]).sqrt().to(x.device) if bool((total > 0).all()) else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from misconv._files import StoredImage, open_scene, predict, read_image, write_image, write_scene
+from misconv._files import StoredImage, Window, predict, read_image, write_deviation, write_image
 from misconv.app.analysis import Analysis, density_for
 from misconv.app.models import Models
 from misconv.app.pictures import Picture
@@ -36,7 +37,8 @@ def write_results(found: Analysis, hole: Tensor, models: Models, folder: Path) -
     mean, deviation = _fill(image, picture, models)
     filled = folder / f"{picture.file.stem}-filled{image.suffix}"
     write_image(filled, image, image.fill(mean))
-    return filled, _write_deviation(picture.file, image, deviation, folder)
+    name = Path(f"{picture.file.stem}-deviation{picture.file.suffix}")
+    return filled, write_deviation(folder, name, picture.file, deviation)
 
 
 def _at_size(hole: Tensor, shape: tuple[int, int, int]) -> NDArray[Any]:
@@ -56,21 +58,14 @@ def _fill(image: StoredImage, picture: Picture, models: Models) -> tuple[Floats,
         bands = slice(first, first + step)
         scaled = ((image.values[bands].astype(np.float64) - units.low) / units.step).astype(np.float32)
         scaled[~seen[bands]] = np.nan
-        for part in predict(density, lambda window, x=scaled: x[:, *window], (step, *image.shape[1:])):  # type: ignore[misc]
+        for part in predict(density, _windows_of(scaled), (step, *image.shape[1:])):
             mean[bands, *part.window] = part.mean * units.step + units.low
             deviation[bands, *part.window] = part.deviation * units.step
     return mean, deviation
 
 
-def _write_deviation(file: Path, image: StoredImage, deviation: Floats, folder: Path) -> Path:
-    if file.suffix.lower() not in (".tif", ".tiff"):
-        return _write_array(folder / f"{file.stem}-deviation.npy", deviation)
-    path = folder / f"{file.stem}-deviation{file.suffix}"
-    with open_scene(file) as scene:
-        recipe = scene.recipe()
-    with write_scene(path, recipe, complete=True, dtype="float32") as data:
-        data.write(deviation)
-    return path
+def _windows_of(values: Floats) -> Callable[[Window], Floats]:
+    return lambda window: values[:, *window]
 
 
 def _write_sample(found: Analysis, folder: Path) -> tuple[Path, Path]:
@@ -82,11 +77,6 @@ def _write_sample(found: Analysis, folder: Path) -> tuple[Path, Path]:
     stream = io.BytesIO()
     Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(stream, "PNG")
     write_bytes(folder / f"{name}-filled.png", stream.getvalue())
-    return folder / f"{name}-filled.png", _write_array(folder / f"{name}-deviation.npy", found.deviation.numpy())
-
-
-def _write_array(path: Path, values: Floats) -> Path:
-    stream = io.BytesIO()
-    np.save(stream, values, allow_pickle=False)
-    write_bytes(path, stream.getvalue())
-    return path
+    return folder / f"{name}-filled.png", write_deviation(
+        folder, Path(f"{name}-deviation.png"), Path(f"{name}.png"), found.deviation.numpy()
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,12 +19,11 @@ from misconv._files import (
     fill_scene,
     is_raster,
     names_of,
-    open_scene,
     predict,
     predict_batch,
     shape_of,
+    write_deviation,
     write_file,
-    write_scene,
 )
 from misconv._store import check_output_folder, read_json
 from misconv.images.outcome import Outcome, Say, count_bands
@@ -169,9 +167,7 @@ class _Imputing:
             return
         parts = filled.image.bands or (filled.image,)
         for name, part, values in zip(filled.names, parts, np.split(error, len(parts)), strict=True):
-            raster = part.path.suffix.lower() in (".tif", ".tiff")
-            path = _made(self.settings.deviation / name.with_suffix(name.suffix if raster else ".npy"))
-            _write_raster(path, part, values) if raster else _write_array(path, values)
+            write_deviation(self.settings.deviation, name, part.path, values)
 
     def _write_samples(self, filled: _Waiting) -> None:
         """Completed images, under the same name in folders sample-1, sample-2 …; they differ where nobody knows."""
@@ -210,19 +206,6 @@ def _predict(image: StoredImage, density: nn.Module) -> tuple[np.ndarray, np.nda
     for part in predict(density, lambda window: coded[:, *window], image.shape):
         mean[:, *part.window], error[:, *part.window] = part.mean, part.deviation
     return mean, error
-
-
-def _write_array(path: Path, values: np.ndarray) -> None:
-    stream = io.BytesIO()
-    np.save(stream, values, allow_pickle=False)
-    write_bytes(path, stream.getvalue())
-
-
-def _write_raster(path: Path, image: StoredImage, values: np.ndarray) -> None:
-    with open_scene(image.path) as scene:
-        recipe = scene.recipe()
-    with write_scene(path, recipe, complete=True, dtype="float32") as data:
-        data.write(values)
 
 
 def _samples(image: StoredImage, density: nn.Module, settings: ImputeSettings) -> np.ndarray:
