@@ -191,6 +191,47 @@ def test_values_and_gradients_are_those_of_the_plain_path(shape: dict[str, Any],
     assert_close(leaves, observed, **options)
 
 
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ({"channels": 1, "kernel": 7, "components": 2, "rank": 1}, {"stride": 2, "padding": 3}),
+        ({"kernel": 6, "image": (7, 10), "seen": "each", "rank": 5}, {"stride": (1, 2)}),
+        ({"out": 4, "groups": 2, "kernel": 5, "rank": 0}, {"stride": 2, "padding": 2, "groups": 2}),
+    ],
+)
+def test_pixels_spread_in_pairs_change_nothing(
+    shape: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two bfloat16 pixels in a word: the same numbers are multiplied, in the same order, and a zero is added."""
+    start, observed = layer(**shape)
+    logits, means, factors, noise, x, weight, bias = (t if t is None else t.bfloat16() for t in start)
+    p = MFA(logits, means, factors, noise, check=False).fix(x, observed)  # type: ignore[arg-type]
+    weight = weight.requires_grad_()  # type: ignore[union-attr]
+    geometry = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1} | options
+    found, made = [], _triton_launch.Plan.__init__
+    for paired in (True, False):
+
+        def make(plan: Any, *arguments: Any, paired: bool = paired) -> None:
+            made(plan, *arguments)
+            assert plan.paired
+            plan.paired = paired
+
+        monkeypatch.setattr(_triton_launch.Plan, "__init__", make)
+        _triton._plan.cache_clear()
+        y = respond(p, weight, bias, *geometry.values())
+        assert y is not None
+        found.append((y.detach(), *torch.autograd.grad(y, weight, upstream(y).to(y.dtype))))
+    with misconv.plain():
+        exact = p.to(torch.float64)
+        wide = weight.detach().double().requires_grad_()
+        y = functional.expected_conv2d(exact, wide, None if bias is None else bias.double(), **options)
+        truth = (y.detach(), *torch.autograd.grad(y, wide, upstream(y).bfloat16().double()))
+    for ours, theirs, exactly in zip(*found, truth, strict=True):
+        assert ours.shape == theirs.shape
+        assert error(ours, exactly) < 1e-2
+        assert error(ours, theirs.double()) < 1e-6 or ours.is_cuda  # which adds up in another order
+
+
 @pytest.mark.parametrize("seen", ["shared", "each"])
 def test_many_channels_are_read_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch, seen: str) -> None:
     monkeypatch.setattr(_triton_launch, "_LARGEST_BOX", 100)
@@ -527,7 +568,7 @@ def plans():
 launches = []
 for plan in plans():
     launches += [(90, plan.forward[0])]
-    launches += [(80, plan.backward((16384, 256, 16, 1), (True, *[every] * 4))[0]) for every in (True, False)]
+    launches += [(80, plan.backward((16384, 256, 16, 1), None, (True, *[every] * 4))[0]) for every in (True, False)]
 for capability, each in launches:
     names = each.kernel.arg_names
     values = dict(zip(reversed(names), reversed(each.arguments)))

@@ -23,6 +23,7 @@ from misconv._triton.forward import (
     squares_of,
     stack_of,
     starts_below,
+    starts_of,
     turned_windows,
     weights_of,
     windows_of,
@@ -35,9 +36,9 @@ __all__ = ["backward_kernel"]
 def _by_weight(g, box, starts, table, block, TURNED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_T: tl.constexpr):
     """gᵀX (channels, taps), or Xᵀg (taps, channels) if TURNED: a large g is better not turned for every block."""
     if TURNED:
-        by_weight = product(turned_windows(box, starts, table, block, BLOCK_T), g, None, PRECISION)
+        by_weight = product(turned_windows(box, starts, table, block, PRECISION, BLOCK_T), g, None, PRECISION)
     else:
-        by_weight = product(tl.trans(g), windows_of(box, starts, table, block, BLOCK_T), None, PRECISION)
+        by_weight = product(tl.trans(g), windows_of(box, starts, table, block, PRECISION, BLOCK_T), None, PRECISION)
     return by_weight
 
 
@@ -68,7 +69,7 @@ def _scatter(gradient, g, w, box, scale, starts, table, chunk, block, TAPS: tl.c
     """Add g wᵀ (windows, taps) to an image at the offsets that `box` holds, where they are not negative."""
     t = block * BLOCK_T + tl.arange(0, BLOCK_T)
     exists = (t < CHUNK_TAPS) & (chunk * CHUNK_TAPS + t < TAPS)
-    offsets = windows_of(box, starts, table, block, BLOCK_T)
+    offsets = windows_of(box, starts, table, block, PRECISION, BLOCK_T)
     by_image = product(g, tl.trans(w), None, PRECISION) * scale
     tl.atomic_add(gradient + offsets, by_image, mask=(offsets >= 0) & exists[None, :], sem="relaxed")
 
@@ -91,7 +92,7 @@ def _spread(total, private, means, by_means, noise, by_noise, factors, by_factor
     CHUNKS: tl.constexpr = (CHANNELS + CHUNK - 1) // CHUNK
     TURNED: tl.constexpr = CHUNKS * ((CHUNK_TAPS + BLOCK_T - 1) // BLOCK_T) > 1
     FACTORS: tl.constexpr = TOUCHED and L > 0
-    below = starts_below(starts, STACK, BLOCK_P, BLOCK_Q)
+    below = starts_below(starts, STACK, BLOCK_P, BLOCK_Q, PRECISION)
     g = r
     if FACTORS:
         g = rounded(2.0 * r * repeat_stack(by_v, STACK, BLOCK_P, BLOCK_O), PRECISION)
@@ -146,7 +147,7 @@ def _spread_stack(total, private, factors, by_factors, number, observed, weight,
                  CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, STACK, BLOCK_P,
                  BLOCK_O, BLOCK_T, BLOCK_Q)  # fmt: skip
     g = rounded(2.0 * r * repeat_stack(by_v, STACK, BLOCK_P, BLOCK_O), PRECISION)
-    below = starts_below(starts, STACK, BLOCK_P, BLOCK_Q)
+    below = starts_below(starts, STACK, BLOCK_P, BLOCK_Q, PRECISION)
     for chunk in range((CHANNELS + CHUNK - 1) // CHUNK):
         _, missing = box_of(observed, chunk, top, left, height, width, CHANNELS, CHUNK, BOX_Y, BOX_X, BLOCK_Q,
                             HAS_OBSERVED, PER_CHANNEL)  # fmt: skip
@@ -166,18 +167,22 @@ def _spread_stack(total, private, factors, by_factors, number, observed, weight,
 
 @triton.jit
 def _spread_complete(total, private, means, by_means, noise, by_noise, factors, by_factors, logits, observed, weight,
-                     table, g, offset, starts, channels, image, top, left, height, width, size, low, high,
-                     BY_WEIGHT: tl.constexpr, BY_MEANS: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
-                     CHANNELS: tl.constexpr, OUT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-                     BOX_Y: tl.constexpr, BOX_X: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr,
-                     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr,
-                     BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+                     table, g, response, inside, offset, starts, channels, image, top, left, height, width, size, low,
+                     high, HAS_RESPONSE: tl.constexpr, BY_WEIGHT: tl.constexpr, BY_MEANS: tl.constexpr,
+                     K: tl.constexpr, L: tl.constexpr, CHANNELS: tl.constexpr, OUT: tl.constexpr, WINDOW: tl.constexpr,
+                     CHUNK: tl.constexpr, BOX_Y: tl.constexpr, BOX_X: tl.constexpr, HAS_OBSERVED: tl.constexpr,
+                     PER_CHANNEL: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+                     BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr,
+                     BLOCK_K: tl.constexpr):  # fmt: skip
     """`_spread` for a tile whose windows are complete, from the gradient g of its activations; and that of biases."""
-    m = mean_of(means + image, observed, weight, table, starts, channels, top, left, height, width, CHANNELS, OUT,
-                WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, BLOCK_P, BLOCK_O, BLOCK_T,
-                BLOCK_Q)  # fmt: skip
-    _, slope = activation(m + offset[None, :], ACTIVATION, low, high)
-    by_m = g * slope
+    if HAS_RESPONSE:  # of a ReLU, which tells its slope
+        by_m = tl.where(tl.load(response, mask=inside, other=0.0) > 0, g, 0.0)
+    else:
+        m = mean_of(means + image, observed, weight, table, starts, channels, top, left, height, width, CHANNELS, OUT,
+                    WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, BLOCK_P, BLOCK_O, BLOCK_T,
+                    BLOCK_Q)  # fmt: skip
+        _, slope = activation(m + offset[None, :], ACTIVATION, low, high)
+        by_m = g * slope
     if BY_WEIGHT:
         total = _spread(total, private, means + image, by_means, noise, by_noise, factors, by_factors, observed, weight,
                         table, by_m, by_m, by_m, 1.0, starts, channels, top, left, height, width, size, False, True,
@@ -198,16 +203,17 @@ def _spread_complete(total, private, means, by_means, noise, by_noise, factors, 
 
 @triton.jit
 def backward_kernel(
-    logits, means, factors, noise, observed, weight, bias, table, grad,
+    logits, means, factors, noise, observed, weight, bias, table, grad, response,
     by_parameters, by_logits, by_means, by_factors, by_noise,
-    batch, height, width, rows, columns, tiles_x, tiles, grad_b, grad_o, grad_y, grad_x, low, high,
+    batch, height, width, rows, columns, tiles_x, tiles, grad_b, grad_o, grad_y, grad_x, response_b, response_o,
+    response_y, response_x, low, high,
     K: tl.constexpr, L: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, OUT: tl.constexpr,
     WINDOW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr,
     HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr, TILE_Y: tl.constexpr, TILE_X: tl.constexpr, BOX_Y: tl.constexpr, BOX_X: tl.constexpr,
     CHUNK: tl.constexpr, STACK: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BY_WEIGHT: tl.constexpr, BY_LOGITS: tl.constexpr, BY_MEANS: tl.constexpr,
-    BY_FACTORS: tl.constexpr, BY_NOISE: tl.constexpr,
+    BY_FACTORS: tl.constexpr, BY_NOISE: tl.constexpr, HAS_RESPONSE: tl.constexpr,
 ):  # fmt: skip
     """Gradients for the tiles of one program, which come round-robin.
 
@@ -235,7 +241,7 @@ def backward_kernel(
     total = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
     total_bias = tl.zeros((BLOCK_O,), tl.float32)
     pixel = tl.arange(0, BLOCK_P)
-    starts = pixel // TILE_X * (SY * BOX_X) + pixel % TILE_X * SX
+    starts = starts_of(TILE_X, SY, SX, BOX_X, BLOCK_P, PRECISION)
 
     # One stage: Triton 3.6 pipelines this loop wrongly. What does not change is computed anew rather than kept, since
     # registers are short.
@@ -289,11 +295,13 @@ def backward_kernel(
                                           PER_CHANNEL, PRECISION, STACK, BLOCK_P, BLOCK_O, BLOCK_T,
                                           BLOCK_Q)  # fmt: skip
         else:
+            places = (y * response_y + x * response_x)[:, None] + (group * OUT + channels)[None, :] * response_o
             total, by_bias = _spread_complete(
                 total, private, means, by_means, noise, by_noise, factors, by_factors, logits + b * K, seen, weight,
-                table, g, offset, starts, channels, image, top, left, height, width, size, low, high, BY_WEIGHT,
-                BY_MEANS, K, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, ACTIVATION,
-                PRECISION, BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q, BLOCK_K,
+                table, g, response + b.to(tl.int64) * response_b + places, inside, offset, starts, channels, image, top,
+                left, height, width, size, low, high, HAS_RESPONSE, BY_WEIGHT, BY_MEANS, K, L, CHANNELS, OUT, WINDOW,
+                CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, ACTIVATION, PRECISION, BLOCK_P, BLOCK_O, BLOCK_T,
+                BLOCK_Q, BLOCK_K,
             )  # fmt: skip
             total_bias += by_bias
 

@@ -7,8 +7,9 @@ holds no missing pixel the mean is all there is to compute; elsewhere noise and 
 only, since observed ones count as zero. Mean and variance stay in registers; the backward kernel computes them again.
 
 Products take float32 operands, rounded to TF32 where the user allows it, and bfloat16 ones in a network of that type;
-sums are float32. Everything here is made of operations that Triton's interpreter knows, so that the kernels are tested
-without a GPU.
+sums are float32. Spreading is what takes longest, so bfloat16 pixels are spread two at a time where windows begin at
+even columns ("bf16x2"): boxes then hold words of two neighbours. Everything here is made of operations that Triton's
+interpreter knows, so that the kernels are tested without a GPU.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ __all__ = [
     "forward_kernel",
     "mean_of",
     "moments_of",
+    "packed",
     "product",
     "read",
     "read_stack",
@@ -35,6 +37,7 @@ __all__ = [
     "squares_of",
     "stack_of",
     "starts_below",
+    "starts_of",
     "turned_windows",
     "weights_of",
     "windows_of",
@@ -91,7 +94,7 @@ def count_missing(observed, top, left, height, width, CHANNELS: tl.constexpr, CH
 @triton.jit
 def rounded(values, PRECISION: tl.constexpr):
     """What products take. To the nearest TF32 number, where that is asked for: the hardware would cut off the rest."""
-    if PRECISION == "bf16":
+    if PRECISION == "bf16" or PRECISION == "bf16x2":
         values = values.to(tl.bfloat16)
     elif PRECISION == "tf32":
         values = ((values.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
@@ -108,7 +111,7 @@ def squares_of(weights, PRECISION: tl.constexpr):
 @triton.jit
 def product(left, right, total, PRECISION: tl.constexpr):
     """total + left · right in float32; total may be None."""
-    if PRECISION == "bf16":
+    if PRECISION == "bf16" or PRECISION == "bf16x2":
         if _INTERPRETED:
             left, right = left.to(tl.float32), right.to(tl.float32)
         found = tl.dot(left, right, total)
@@ -118,9 +121,27 @@ def product(left, right, total, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def packed(box, PRECISION: tl.constexpr):
+    """A box as windows are spread from it: pixels (n,), or words (n / 2,) of two neighbours each if "bf16x2"."""
+    if PRECISION == "bf16x2":
+        bits = tl.reshape(box.to(tl.uint16, bitcast=True).to(tl.uint32), (box.shape[0] // 2, 2))
+        first, second = tl.split(bits)
+        box = first | (second << 16)
+    return box
+
+
+@triton.jit
+def _unpacked(words):
+    """The pixels (…, 2) of words of two."""
+    first, second = (words & 0xFFFF).to(tl.uint16), (words >> 16).to(tl.uint16)
+    return tl.join(first.to(tl.bfloat16, bitcast=True), second.to(tl.bfloat16, bitcast=True))
+
+
+@triton.jit
 def read(image, offsets, PRECISION: tl.constexpr):
-    """What an image holds at these offsets, and 0 where they are negative."""
-    return rounded(tl.load(image + offsets, mask=offsets >= 0, other=0.0).to(tl.float32), PRECISION)
+    """What an image holds at these offsets, and 0 where they are negative; packed."""
+    values = tl.load(image + offsets, mask=offsets >= 0, other=0.0).to(tl.float32)
+    return packed(rounded(values, PRECISION), PRECISION)
 
 
 @triton.jit
@@ -132,9 +153,21 @@ def _stacked(values, STACK: tl.constexpr):
 
 
 @triton.jit
-def starts_below(starts, STACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr):
+def starts_of(TILE_X: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, BOX_X: tl.constexpr, BLOCK_P: tl.constexpr,
+              PRECISION: tl.constexpr):  # fmt: skip
+    """Where the windows of a tile begin in its box, (pixels,); in words if there are two pixels in each."""
+    pixel = tl.arange(0, BLOCK_P)
+    starts = pixel // TILE_X * (SY * BOX_X) + pixel % TILE_X * SX
+    if PRECISION == "bf16x2":
+        starts = starts // 2
+    return starts
+
+
+@triton.jit
+def starts_below(starts, STACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, PRECISION: tl.constexpr):
     """Where windows begin in the boxes of a stack, (STACK · pixels,)."""
-    return _stacked(starts, STACK) + tl.arange(0, STACK * BLOCK_P) // BLOCK_P * BLOCK_Q
+    LENGTH: tl.constexpr = BLOCK_Q // 2 if PRECISION == "bf16x2" else BLOCK_Q
+    return _stacked(starts, STACK) + tl.arange(0, STACK * BLOCK_P) // BLOCK_P * LENGTH
 
 
 @triton.jit
@@ -148,19 +181,27 @@ def read_stack(factors, number, missing, size, L: tl.constexpr, STACK: tl.conste
 
 
 @triton.jit
-def windows_of(box, starts, table, block, BLOCK_T: tl.constexpr):
+def windows_of(box, starts, table, block, PRECISION: tl.constexpr, BLOCK_T: tl.constexpr):
     """A block of taps of the windows that begin at `starts` in a box, (windows, taps)."""
-    taps = tl.load(table + block * BLOCK_T + tl.arange(0, BLOCK_T))
-    index = tl.reshape(starts[:, None] + taps[None, :], (starts.shape[0] * BLOCK_T,))
-    return tl.reshape(tl.gather(box, index, 0), (starts.shape[0], BLOCK_T))
+    COUNT: tl.constexpr = BLOCK_T // 2 if PRECISION == "bf16x2" else BLOCK_T
+    taps = tl.load(table + block * COUNT + tl.arange(0, COUNT))
+    index = tl.reshape(starts[:, None] + taps[None, :], (starts.shape[0] * COUNT,))
+    windows = tl.reshape(tl.gather(box, index, 0), (starts.shape[0], COUNT))
+    if PRECISION == "bf16x2":
+        windows = tl.reshape(_unpacked(windows), (starts.shape[0], BLOCK_T))
+    return windows
 
 
 @triton.jit
-def turned_windows(box, starts, table, block, BLOCK_T: tl.constexpr):
+def turned_windows(box, starts, table, block, PRECISION: tl.constexpr, BLOCK_T: tl.constexpr):
     """The same, (taps, windows)."""
-    taps = tl.load(table + block * BLOCK_T + tl.arange(0, BLOCK_T))
-    index = tl.reshape(taps[:, None] + starts[None, :], (BLOCK_T * starts.shape[0],))
-    return tl.reshape(tl.gather(box, index, 0), (BLOCK_T, starts.shape[0]))
+    if PRECISION == "bf16x2":  # which tensor cores take either way
+        windows = tl.trans(windows_of(box, starts, table, block, PRECISION, BLOCK_T))
+    else:
+        taps = tl.load(table + block * BLOCK_T + tl.arange(0, BLOCK_T))
+        index = tl.reshape(taps[:, None] + starts[None, :], (BLOCK_T * starts.shape[0],))
+        windows = tl.reshape(tl.gather(box, index, 0), (BLOCK_T, starts.shape[0]))
+    return windows
 
 
 @triton.jit
@@ -209,7 +250,7 @@ def mean_of(means, observed, weight, table, starts, channels, top, left, height,
         for block in tl.range((CHUNK * WINDOW + BLOCK_T - 1) // BLOCK_T, disable_licm=True):
             w = weights_of(weight, chunk, block, channels, CHANNELS * WINDOW, CHUNK * WINDOW, OUT, PRECISION, BLOCK_O,
                            BLOCK_T)  # fmt: skip
-            m = product(windows_of(box, starts, table, block, BLOCK_T), w, m, PRECISION)
+            m = product(windows_of(box, starts, table, block, PRECISION, BLOCK_T), w, m, PRECISION)
     return m
 
 
@@ -221,7 +262,7 @@ def stack_of(factors, number, observed, weight, table, starts, channels, top, le
              BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr):  # fmt: skip
     """The responses (STACK · pixels, channels) to one stack of the factors of a component."""
     r = tl.zeros((STACK * BLOCK_P, BLOCK_O), tl.float32)
-    below = starts_below(starts, STACK, BLOCK_P, BLOCK_Q)
+    below = starts_below(starts, STACK, BLOCK_P, BLOCK_Q, PRECISION)
     for chunk in range((CHANNELS + CHUNK - 1) // CHUNK):
         _, missing = box_of(observed, chunk, top, left, height, width, CHANNELS, CHUNK, BOX_Y, BOX_X, BLOCK_Q,
                             HAS_OBSERVED, PER_CHANNEL)  # fmt: skip
@@ -230,7 +271,7 @@ def stack_of(factors, number, observed, weight, table, starts, channels, top, le
         for block in tl.range((CHUNK * WINDOW + BLOCK_T - 1) // BLOCK_T, disable_licm=True):
             w = weights_of(weight, chunk, block, channels, CHANNELS * WINDOW, CHUNK * WINDOW, OUT, PRECISION, BLOCK_O,
                            BLOCK_T)  # fmt: skip
-            r = product(windows_of(box, below, table, block, BLOCK_T), w, r, PRECISION)
+            r = product(windows_of(box, below, table, block, PRECISION, BLOCK_T), w, r, PRECISION)
     return r
 
 
@@ -244,7 +285,7 @@ def moments_of(means, factors, noise, observed, weight, table, starts, channels,
     m = tl.zeros((BLOCK_P, BLOCK_O), tl.float32)
     v = tl.zeros((BLOCK_P, BLOCK_O), tl.float32)
     r = tl.zeros((STACK * BLOCK_P, BLOCK_O), tl.float32)
-    below = starts_below(starts, STACK, BLOCK_P, BLOCK_Q)
+    below = starts_below(starts, STACK, BLOCK_P, BLOCK_Q, PRECISION)
     for chunk in range((CHANNELS + CHUNK - 1) // CHUNK):
         offsets, missing = box_of(observed, chunk, top, left, height, width, CHANNELS, CHUNK, BOX_Y, BOX_X, BLOCK_Q,
                                   HAS_OBSERVED, PER_CHANNEL)  # fmt: skip
@@ -256,11 +297,11 @@ def moments_of(means, factors, noise, observed, weight, table, starts, channels,
         for block in tl.range((CHUNK * WINDOW + BLOCK_T - 1) // BLOCK_T, disable_licm=True):
             w = weights_of(weight, chunk, block, channels, CHANNELS * WINDOW, CHUNK * WINDOW, OUT, PRECISION, BLOCK_O,
                            BLOCK_T)  # fmt: skip
-            m = product(windows_of(of_means, starts, table, block, BLOCK_T), w, m, PRECISION)
+            m = product(windows_of(of_means, starts, table, block, PRECISION, BLOCK_T), w, m, PRECISION)
             square = squares_of(w, PRECISION)
-            v = product(windows_of(of_noise, starts, table, block, BLOCK_T), square, v, PRECISION)
+            v = product(windows_of(of_noise, starts, table, block, PRECISION, BLOCK_T), square, v, PRECISION)
             if L > 0:
-                r = product(windows_of(of_factors, below, table, block, BLOCK_T), w, r, PRECISION)
+                r = product(windows_of(of_factors, below, table, block, PRECISION, BLOCK_T), w, r, PRECISION)
     v += _sum_stack(r * r, STACK, BLOCK_P, BLOCK_O)
     for number in range(1, (L + STACK - 1) // STACK):
         r2 = stack_of(factors, number, observed, weight, table, starts, channels, top, left, height, width, size, L,
@@ -316,7 +357,7 @@ def forward_kernel(
     y, x = tile // tiles_x * TILE_Y, tile % tiles_x * TILE_X
     top, left = y * SY - PY, x * SX - PX
     pixel = tl.arange(0, BLOCK_P)
-    starts = pixel // TILE_X * (SY * BOX_X) + pixel % TILE_X * SX
+    starts = starts_of(TILE_X, SY, SX, BOX_X, BLOCK_P, PRECISION)
     touched = count_missing(observed, top, left, height, width, CHANNELS, CHUNK, BOX_Y, BOX_X, BLOCK_Q, HAS_OBSERVED,
                             PER_CHANNEL)  # fmt: skip
     result = tl.zeros((BLOCK_P, BLOCK_O), tl.float32)

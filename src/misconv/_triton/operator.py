@@ -259,16 +259,19 @@ class _Expected(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         ctx.plan, ctx.plain_path, *tensors = arguments
-        ctx.save_for_backward(*tensors)
-        return forward(ctx.plan, *tensors)
+        response = forward(ctx.plan, *tensors)
+        # It tells where a ReLU lets a gradient through; torch's own keeps it too.
+        ctx.save_for_backward(*tensors, response if ctx.plan.settings.activation == "relu" else None)
+        return response
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needed = (*ctx.needs_input_grad[2:6], *ctx.needs_input_grad[7:9])
+        *tensors, response = ctx.saved_tensors
         if torch.is_grad_enabled():  # derivatives of this derivative are left to the plain path
-            found = plain_backward(ctx.plain_path, needed, grad, *ctx.saved_tensors)
+            found = plain_backward(ctx.plain_path, needed, grad, *tensors)
         else:
-            found = list(backward(ctx.plan, needed, grad, *ctx.saved_tensors))
+            found = list(backward(ctx.plan, needed, grad, *tensors, response=response))
         *density, weight, bias = found
         return (None, None, *density, None, weight, bias)
 

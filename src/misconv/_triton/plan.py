@@ -48,19 +48,22 @@ class _Tiling(NamedTuple):
     programs: int = 0  # on each multiprocessor, where a program has many tiles
 
 
-# By whether windows are small; backward also by whether gradients of pixels are asked for.
+# By windows: small ones, larger ones, and such as are spread in pairs of pixels; backward also by whether gradients of
+# pixels are asked for.
 _SMALL = 32  # taps
 _FORWARD = {
-    True: _Tiling(64, 32, 1, {"num_warps": 4, "maxnreg": 128}, 4),
-    False: _Tiling(64, 32, 1, {"num_warps": 4}, 4),
+    "small": _Tiling(64, 32, 1, {"num_warps": 4, "maxnreg": 128}, 4),
+    "large": _Tiling(64, 32, 1, {"num_warps": 4}, 4),
+    "paired": _Tiling(64, 64, 1, {"num_warps": 4, "maxnreg": 168}, 3),
 }
 _BACKWARD = {
-    (True, False): _Tiling(64, 32, 1, {"num_warps": 4, "maxnreg": 168}, 3),
-    (True, True): _Tiling(32, 32, 4, {"num_warps": 4}, 2),
-    (False, False): _Tiling(32, 64, 4, {"num_warps": 4}, 2),
-    (False, True): _Tiling(32, 64, 4, {"num_warps": 4}, 2),
+    ("small", False): _Tiling(64, 32, 1, {"num_warps": 4, "maxnreg": 168}, 3),
+    ("small", True): _Tiling(32, 32, 4, {"num_warps": 4}, 2),
+    ("large", False): _Tiling(32, 64, 4, {"num_warps": 4}, 2),
+    ("large", True): _Tiling(32, 64, 4, {"num_warps": 4}, 2),
+    ("paired", False): _Tiling(64, 64, 4, {"num_warps": 4}, 2),
 }
-_WINDOWS = _Tiling(64, 64, 1, {"num_warps": 8}, 1)
+_WINDOWS = _Tiling(64, 64, 1, {"num_warps": 4}, 2)
 _MOST_CHANNELS = 64  # of the output, likewise
 _LARGEST_BOX = 2048  # pixels that are read at a time, in as many channels as fit
 _LARGEST_PLANE = 8192  # … but at least in one
@@ -82,7 +85,7 @@ def forward(
     out = torch.empty_strided(plan.shape, strides, dtype=plan.settings.dtype, device=plan.device)
     # What is not there is not read, but a kernel wants a pointer.
     seen, offset = means if observed is None else observed, weight if bias is None else bias
-    launch(*dense(logits, means, factors, noise, seen, weight, offset), table, out)
+    launch(*dense(logits, means, factors, noise, seen, _widened(weight, plan.paired), offset), table, out)
     return out
 
 
@@ -100,30 +103,34 @@ def squares(
     launch, table, programs = plan.squares
     sums = torch.empty((programs, weight.shape[0]), dtype=torch.float32, device=plan.device)
     seen = means if observed is None else observed
-    launch(*dense(logits, means, factors, noise, seen, weight, bias), table, sums)
+    launch(*dense(logits, means, factors, noise, seen, _widened(weight, plan.paired), bias), table, sums)
     return sums.sum(0, dtype=torch.float64).float()
 
 
 def window_moments(
-    plan: Plan, logits: Tensor, means: Tensor, factors: Tensor, observed: Tensor | None, center: Tensor
-) -> Tensor | None:
-    """Σ E[(x − center)(x − center)ᵀ] over all windows x, less the noise, (taps, taps) in float64.
+    plan: Plan, logits: Tensor, means: Tensor, factors: Tensor, observed: Tensor | None, mean: Tensor
+) -> Tensor:
+    """Σ E[(x − mean)(x − mean)ᵀ] over all windows x, less the noise, (taps, taps) in float64.
 
-    None where that is not the best way.
+    Only for a plan that says how.
 
     Args:
-        center: (taps,), in float32.
+        mean: of all windows, (taps,) in float64.
     """
-    if plan.window_moments is None:
-        return None
+    assert plan.window_moments is not None
     launch, table, programs = plan.window_moments
-    block, taps = BLOCK_T.value, len(center)
-    center = torch.nn.functional.pad(center, (0, 3 * block - taps))
+    block, (rows, columns) = BLOCK_T.value, plan.weight[2:]
+    center = mean.view(-1, rows * columns).mean(1).float()  # near enough that no digits are lost
     products = torch.empty((programs, 6, block, block), dtype=torch.float32, device=plan.device)
     launch(*dense(logits, means, factors, means if observed is None else observed), center, table, products)
     s00, s01, s02, s11, s12, s22 = products.sum(0, dtype=torch.float64)
     blocks = ((s00, s01, s02), (s01.mT, s11, s12), (s02.mT, s12.mT, s22))
-    return torch.cat([torch.cat(row, 1) for row in blocks])[:taps, :taps]
+    total = torch.cat([torch.cat(row, 1) for row in blocks])
+    lines, wide = len(mean) // columns, plan.kernel(plan.paired)[1]
+    total = total[: lines * wide, : lines * wide].view(lines, wide, lines, wide)[:, :columns, :, :columns]
+    apart = mean - center.double().repeat_interleave(rows * columns)
+    count = plan.shape[0] * plan.shape[2] * plan.shape[3]
+    return total.reshape(len(mean), len(mean)) - count * torch.outer(apart, apart)
 
 
 def backward(
@@ -137,14 +144,23 @@ def backward(
     observed: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
+    *,
+    response: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of logits, means, factors, noise, weight and bias, as far as they are needed."""
+    """Gradients of logits, means, factors, noise, weight and bias, as far as they are needed.
+
+    Args:
+        response: what `forward` returned, where it is still known.
+    """
     by_logits, by_means, by_factors, by_noise, by_weight, _ = needed
     mixed = by_logits and logits.shape[1] > 1
     launch, table, programs, (chunks, chunk_taps, places) = plan.backward(
-        grad.stride(), (by_weight, mixed, by_means, by_factors, by_noise)
+        grad.stride(),
+        None if response is None else response.stride(),
+        (by_weight, mixed, by_means, by_factors, by_noise),
     )
-    float32, device = torch.float32, plan.device
+    float32, device, columns = torch.float32, plan.device, weight.shape[3]
+    weight = _widened(weight, plan.paired and not (by_means or by_factors or by_noise))
     out, taps = weight.shape[0], weight.shape[1] * weight.shape[2] * weight.shape[3]
     number = out * chunks * places
     # Where taps come in blocks the kernel adds to gradients of weights, else it writes them.
@@ -157,7 +173,8 @@ def backward(
         asked = ((means, by_means), (factors, by_factors), (noise, by_noise))
         pixels = [torch.zeros(t.shape, dtype=float32, device=device) if need else parameters for t, need in asked]
     seen, offset = means if observed is None else observed, weight if bias is None else bias
-    launch(*dense(logits, means, factors, noise, seen, weight, offset), table, grad, parameters, sums, *pixels)
+    known = grad if response is None else response
+    launch(*dense(logits, means, factors, noise, seen, weight, offset), table, grad, known, parameters, sums, *pixels)
     weights, biases = torch.split_with_sizes(parameters.sum(0), (number, out))
     if places != taps:
         groups = plan.settings.groups
@@ -167,7 +184,7 @@ def backward(
         sums = (shares * (sums - (shares * sums).sum(-1, keepdim=True))).to(logits.dtype)
     elif by_logits:
         sums = torch.zeros_like(logits)
-    found = [sums, *pixels, weights.reshape(weight.shape), biases]
+    found = [sums, *pixels, weights.reshape(weight.shape)[..., :columns], biases]
     types = [means.dtype] * 4 + [weight.dtype, offset.dtype]
     if any(kind != float32 for kind in types):
         found = [t.to(kind) for t, kind in zip(found, types, strict=True)]
@@ -177,6 +194,11 @@ def backward(
 def is_channels_last(weight: Tensor) -> bool:
     """Whether weights, and with them what they make, have their channels last in memory, and only that."""
     return not weight.is_contiguous() and weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def _widened(weight: Tensor, paired: bool) -> Tensor:
+    """Weights with an even number of columns, where pixels come in pairs; a zero weighs nothing."""
+    return torch.nn.functional.pad(weight, (0, 1)) if paired and weight.shape[3] % 2 else weight
 
 
 # Shapes of work --------------------------------------------------------------------------------------------------
@@ -213,15 +235,18 @@ def box_is_small(kernel: _Shape, s: Settings) -> bool:
 
 
 @lru_cache(256)
-def _table(channels: int, kernel: _Shape, dilation: _Shape, box: _Shape, length: int, device: torch.device) -> Tensor:
-    """Where the taps of a window lie in a box, counted from the begin of the window."""
+def _table(
+    channels: int, kernel: _Shape, dilation: _Shape, box: _Shape, length: int, paired: bool, device: torch.device
+) -> Tensor:
+    """Where the taps of a window lie in a box, counted from the begin of the window; pairs of them in words."""
     places = [
         (channel * box[0] + y * dilation[0]) * box[1] + x * dilation[1]
         for channel in range(channels)
         for y in range(kernel[0])
         for x in range(kernel[1])
     ]
-    return torch.tensor(places + [0] * (length - len(places)), dtype=torch.int32, device=device)
+    places += [0] * (length - len(places))
+    return torch.tensor([place // 2 for place in places[::2]] if paired else places, dtype=torch.int32, device=device)
 
 
 class Plan:
@@ -243,8 +268,10 @@ class Plan:
         self.settings, self.means, self.rank, self.planes = settings, means, rank, planes
         self.weight, self.has_bias, self.device = weight, has_bias, device
         self.shape = (means[0], weight[0], *settings.size)
-        self.small = weight[1] * weight[2] * weight[3] <= _SMALL
-        self._backward: dict[tuple[_Shape, tuple[bool, ...]], tuple[Any, ...]] = {}
+        # Windows that begin at even columns can be spread two pixels at a time; rows of three would gain nothing by it.
+        even = settings.stride[1] % 2 == 0 and settings.dilation[1] == 1 and weight[3] > 4
+        self.paired = settings.precision == "bf16" and even
+        self._backward: dict[tuple[_Shape, _Shape | None, tuple[bool, ...]], tuple[Any, ...]] = {}
 
     @cached_property
     def forward(self) -> tuple[Launch, Tensor, _Shape]:
@@ -256,10 +283,21 @@ class Plan:
         _, out, rows, columns = self.shape
         return self._forward((out * rows * columns, 1, columns * out, out))
 
+    def kernel(self, paired: bool) -> tuple[int, int]:
+        """Rows and columns of a window, of which the number is even if pixels come in pairs."""
+        rows, columns = self.weight[2:]
+        return rows, columns + (columns % 2 if paired else 0)
+
+    def _windows(self, paired: bool) -> str:
+        """What kind of windows they are, for the choice of a tiling."""
+        if paired:
+            return "paired"
+        return "small" if self.weight[1] * self.weight[2] * self.weight[3] <= _SMALL else "large"
+
     def _forward(self, strides: _Shape) -> tuple[Launch, Tensor, _Shape]:
         """The launch, its table of taps, and the strides of the output."""
-        s, batch, tiling = self.settings, self.means[0], _FORWARD[self.small]
-        (across, tiles), parts, _, constants, table = self._tiles(tiling)
+        s, batch, tiling = self.settings, self.means[0], _FORWARD[self._windows(self.paired)]
+        (across, tiles), parts, _, constants, table = self._tiles(tiling, self.paired)
         numbers = (*self.means[3:], *s.size, across, tiles, *strides, s.low, s.high)
         grid, arguments = (batch * tiles, parts, 1), (*numbers, *constants)
         launch = Launch(forward_kernel, self.device, grid, arguments, num_stages=1, **tiling.options)
@@ -268,8 +306,8 @@ class Plan:
     @cached_property
     def squares(self) -> tuple[Launch, Tensor, int]:
         """The launch, its table of taps, and the number of programs."""
-        s, batch, tiling = self.settings, self.means[0], _FORWARD[self.small]
-        (across, tiles), parts, _, constants, table = self._tiles(tiling)
+        s, batch, tiling = self.settings, self.means[0], _FORWARD[self._windows(self.paired)]
+        (across, tiles), parts, _, constants, table = self._tiles(tiling, self.paired)
         programs = self._programs(tiling, batch * tiles, parts)
         arguments = (batch, *self.means[3:], *s.size, across, tiles, *constants)
         launch = Launch(squares_kernel, self.device, (programs, parts, 1), arguments, num_stages=1, **tiling.options)
@@ -277,9 +315,9 @@ class Plan:
 
     @cached_property
     def window_moments(self) -> tuple[Launch, Tensor, int] | None:
-        """The launch, its table of taps, and the number of programs."""
+        """The launch, its table of taps, and the number of programs; None where that is not the best way."""
         s, block = self.settings, BLOCK_T.value
-        (batch, components, channels, *image), kernel = self.means, self.weight[2:]
+        (batch, components, channels, *image), kernel = self.means, self.kernel(self.paired)
         taps = channels * kernel[0] * kernel[1]
         tile = _tile(_WINDOWS.pixels, kernel, s)
         box = _box(tile, kernel, s)
@@ -291,10 +329,11 @@ class Plan:
         numbers = (batch, *image, *s.size, across, across * down)
         constants = (
             components, self.rank, channels, *s.stride, *s.corner, self.planes is not None,
-            self.planes is not None and self.planes > 1, 1 if s.precision == "bf16" else 2, *tile, *box,
-            -(-taps // block), power(channels * box[0] * box[1]), power(components),
+            self.planes is not None and self.planes > 1, "bf16x2" if self.paired else s.precision,
+            s.size[0] % tile[0] == 0 and s.size[1] % tile[1] == 0, *tile, *box, -(-taps // block),
+            power(channels * box[0] * box[1]), power(components),
         )  # fmt: skip
-        table = _table(channels, kernel, s.dilation, box, 3 * block, self.device)
+        table = _table(channels, kernel, s.dilation, box, 3 * block, self.paired, self.device)
         grid, arguments = (programs, 1, 1), (*numbers, *constants)
         launch = Launch(window_moments_kernel, self.device, grid, arguments, num_stages=1, **_WINDOWS.options)
         return launch, table, programs
@@ -305,26 +344,32 @@ class Plan:
         cores = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 2
         return max(1, min(tiles, tiling.programs * cores // parts))
 
-    def backward(self, strides: _Shape, needed: tuple[bool, ...]) -> tuple[Any, ...]:
-        """The launch, its table of taps, the number of programs, and what `_tiles` says of blocks."""
-        found = self._backward.get((strides, needed))
-        if found is not None:
-            return found
-        s, batch, tiling = self.settings, self.means[0], _BACKWARD[self.small, any(needed[2:])]
-        (across, tiles), parts, blocks, constants, table = self._tiles(tiling)
-        programs = self._programs(tiling, batch * tiles, parts)
-        numbers = (batch, *self.means[3:], *s.size, across, tiles, *strides, s.low, s.high)
-        grid, arguments = (programs, parts, 1), (*numbers, *constants, *needed)
-        launch = Launch(backward_kernel, self.device, grid, arguments, num_stages=1, **tiling.options)
-        self._backward[strides, needed] = launch, table, programs, blocks
-        return self._backward[strides, needed]
+    def backward(self, strides: _Shape, response: _Shape | None, needed: tuple[bool, ...]) -> tuple[Any, ...]:
+        """The launch, its table of taps, the number of programs, and what `_tiles` says of blocks.
 
-    def _tiles(self, tiling: _Tiling) -> tuple[tuple[int, int], int, tuple[int, int, int], Any, Tensor]:
+        Args:
+            strides: of the gradient. response: strides of the response, if it is known.
+        """
+        key = (strides, response, needed)
+        if key in self._backward:
+            return self._backward[key]
+        s, batch, of_pixels = self.settings, self.means[0], any(needed[2:])
+        paired = self.paired and not of_pixels
+        tiling = _BACKWARD[self._windows(paired), of_pixels]
+        (across, tiles), parts, blocks, constants, table = self._tiles(tiling, paired)
+        programs = self._programs(tiling, batch * tiles, parts)
+        numbers = (batch, *self.means[3:], *s.size, across, tiles, *strides, *(response or strides), s.low, s.high)
+        grid, arguments = (programs, parts, 1), (*numbers, *constants, *needed, response is not None)
+        launch = Launch(backward_kernel, self.device, grid, arguments, num_stages=1, **tiling.options)
+        self._backward[key] = launch, table, programs, blocks
+        return self._backward[key]
+
+    def _tiles(self, tiling: _Tiling, paired: bool) -> tuple[tuple[int, int], int, tuple[int, int, int], Any, Tensor]:
         """Tiles across and in all; parts of the channels; blocks of taps; the constants of a kernel; its table.
 
         Of the taps: the number of chunks, the taps in one, and the places that the backward kernel keeps for them.
         """
-        s, kernel, channels = self.settings, self.weight[2:], self.weight[1]
+        s, kernel, channels = self.settings, self.kernel(paired), self.weight[1]
         out = self.weight[0] // s.groups
         tile = _tile(tiling.pixels, kernel, s)
         box = _box(tile, kernel, s)
@@ -345,7 +390,7 @@ class Plan:
             self.planes is not None and self.planes > 1,
             self.has_bias,
             s.activation,
-            s.precision,
+            "bf16x2" if paired else s.precision,
             *tile,
             *box,
             chunk,
@@ -356,7 +401,7 @@ class Plan:
             power(self.means[1]),
         )
         places = -(-taps // block_t) * block_t
-        table = _table(chunk, kernel, s.dilation, box, places, self.device)
+        table = _table(chunk, kernel, s.dilation, box, places, paired, self.device)
         blocks = (-(-channels // chunk), taps, taps if channels == chunk and taps <= block_t else places)
         across, down = -(-s.size[1] // tile[1]), -(-s.size[0] // tile[0])
         return (across, across * down), s.groups * -(-out // block_o), blocks, constants, table

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from misconv._triton.forward import count_missing, mean_of, moments_of, share_of
+from misconv._triton.forward import count_missing, mean_of, moments_of, share_of, starts_of
 
 __all__ = ["squares_kernel"]
 
@@ -36,7 +36,7 @@ def squares_kernel(
     if HAS_BIAS:
         offset = tl.load(bias + group * OUT + channels, mask=channels < OUT, other=0.0).to(tl.float32)
     pixel = tl.arange(0, BLOCK_P)
-    starts = pixel // TILE_X * (SY * BOX_X) + pixel % TILE_X * SX
+    starts = starts_of(TILE_X, SY, SX, BOX_X, BLOCK_P, PRECISION)
     total = tl.zeros((BLOCK_O,), tl.float32)
     for index in tl.range(tl.program_id(0), batch * tiles, tl.num_programs(0), num_stages=1, disable_licm=True):
         b, tile = index // tiles, index % tiles

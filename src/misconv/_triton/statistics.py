@@ -38,21 +38,21 @@ def batch_statistics(p: MFA, conv: Convolution, plain_path: PlainPath) -> tuple[
         return None
     batch, _, rows, columns = plan.shape
     count = batch * rows * columns
-    window = _sum_of_windows(_mean_of_all(p), conv) / count
-    out = conv.weight.shape[0]
+    density = (p.logits, p.means, p.factors, p.noise)
+    compiling = torch.compiler.is_compiling()
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in density)
+    by_windows = not learns and not compiling and plan.window_moments is not None
+    sums = _sums_of_windows([_mean_of_all(p), *([_noise_of_all(p)] if by_windows else [])], conv)
+    window, out = sums[0] / count, conv.weight.shape[0]
     filters = conv.weight.double().reshape(conv.groups, out // conv.groups, -1)
     middle = torch.einsum("got,gt->go", filters, window.view(conv.groups, -1)).flatten().float()
     mean = middle if conv.bias is None else middle + conv.bias.float()
-    density = (p.logits, p.means, p.factors, p.noise)
-    learns = torch.is_grad_enabled() and any(t.requires_grad for t in density)
-    if not learns and not torch.compiler.is_compiling():
-        moments = window_moments(plan, *density[:3], p.observed, window.float())
-        if moments is not None:
-            filters = filters[0]
-            noise = _sum_of_windows(_noise_of_all(p), conv)
-            return mean, (((filters @ moments) * filters).sum(1) + filters.square() @ noise).float() / count
+    if by_windows:
+        filters = filters[0]
+        moments = window_moments(plan, *density[:3], p.observed, window)
+        return mean, (((filters @ moments) * filters).sum(1) + filters.square() @ sums[1]).float() / count
     tensors = (*density, p.observed, conv.weight.float(), -middle)
-    if torch.compiler.is_compiling():
+    if compiling:
         total = torch.ops.misconv.expected_squares(*tensors, *pack(plan.settings))
     elif learns or (torch.is_grad_enabled() and conv.weight.requires_grad):
         total = _Squares.apply(plan, plain_path, *tensors)
@@ -63,24 +63,27 @@ def batch_statistics(p: MFA, conv: Convolution, plain_path: PlainPath) -> tuple[
 
 def _mean_of_all(p: MFA) -> Tensor:
     """The sum of all images' means (C, H, W)."""
-    # In float64: a mean far from zero must not spoil the variance.
-    if p.means.shape[1] == 1:
-        return p.means[:, 0].sum(0, dtype=torch.float64)
-    return torch.einsum("bk,bkchw->chw", p.weights.double(), p.means.double())
+    return _sum_of_images(p, p.means)
 
 
 def _noise_of_all(p: MFA) -> Tensor:
     """The sum of all images' noise (C, H, W)."""
-    noise = p.noise if p.observed is None else p.noise.where(~p.observed[:, None], 0)
-    if noise.shape[1] == 1:
-        return noise[:, 0].sum(0, dtype=torch.float64)
-    return torch.einsum("bk,bkchw->chw", p.weights.double(), noise.double())
+    return _sum_of_images(p, p.noise if p.observed is None else p.noise.where(~p.observed[:, None], 0))
 
 
-def _sum_of_windows(image: Tensor, conv: Convolution) -> Tensor:
-    """The sum of all windows (C · kh · kw,) of an image (C, H, W)."""
-    padded = F.pad(image.unsqueeze(0), conv.margins)
-    return F.unfold(padded, conv.kernel, conv.dilations, 0, conv.strides).sum((0, 2))
+def _sum_of_images(p: MFA, values: Tensor) -> Tensor:
+    """Over images and, weighted, over components (B, K, C, H, W)."""
+    # In float64, for a mean far from zero must not spoil the variance; half precision has fewer digits to lose.
+    wide = torch.float64 if values.dtype == torch.float32 else torch.float32
+    if values.shape[1] == 1:
+        return values[:, 0].sum(0, dtype=wide).double()
+    return torch.einsum("bk,bkchw->chw", p.weights.to(wide), values.to(wide)).double()
+
+
+def _sums_of_windows(images: list[Tensor], conv: Convolution) -> Tensor:
+    """The sum of all windows (N, C · kh · kw) of each of N images (C, H, W)."""
+    padded = F.pad(torch.stack(images), conv.margins)
+    return F.unfold(padded, conv.kernel, conv.dilations, 0, conv.strides).sum(2)
 
 
 class _Squares(torch.autograd.Function):
