@@ -104,7 +104,8 @@ def test_the_sections_hold_what_they_promise(facts: dict[str, Any]) -> None:
     assert {row["varied"] for row in sections["growth"]} == {"size", "batch", "share", "components", "rank"}
     assert sections["nll"][0]["times"].keys() == {"misconv", "plain"}
     for row in sections["network"]:
-        assert row["times"].keys() == {"network", "given", "density"}
+        assert row["times"].keys() == {"network", "given", "density", "alone"}
+        assert row["density"]["gflop_per_image"] > 0
         assert {"network/given", "network/density"} <= row["ratios"].keys()
         assert row["error"] < 1e-4
 
@@ -189,7 +190,7 @@ def test_a_wrong_path_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def test_what_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bench, "run", lambda *_, **__: pytest.fail("the benchmark was started"))
-    names = "table10, large, shares, growth, nll, network, cpu"
+    names = "table10, large, norm, shares, growth, nll, network, cpu"
     refused(call("--device", "cpu", "--only", "table11"), f"--only must be one of {names}, got 'table11'")
     refused(call("--device", "tpu"), "--device must be cuda or cpu, got 'tpu'")
     refused(call("--seed", "-1"), "--seed must lie between 0 and 2147483647, got -1")

@@ -174,7 +174,7 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="SECTION",
-            help="table10, large, shares, growth, nll, network or cpu; may be given several times.",
+            help="table10, large, norm, shares, growth, nll, network or cpu; may be given several times.",
         ),
     ] = None,
     quick: Annotated[

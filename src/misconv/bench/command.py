@@ -20,7 +20,7 @@ from misconv._backend import is_plain
 from misconv._store import JsonObject, commit, device_name, versions
 from misconv.bench.checks import BOUNDS, CASES, MODES, WrongResultError, check
 from misconv.bench.clock import Pace, memory, times
-from misconv.bench.layer import Contender, Kind, Layer, Setting, likelihood
+from misconv.bench.layer import Contender, Kind, Layer, Setting, likelihood, normalized
 from misconv.bench.network import MODELS, Networks, NetworkSetting, network_settings
 from misconv.bench.record import Keeper, check_out, write
 from misconv.bench.warm_up import Job, checks, compile_ahead
@@ -113,7 +113,7 @@ class Rehearsal(Bench):
         """Every setting once, for all kinds; how much is missing changes no kernel."""
         self.found: dict[Setting, dict[Kind, None]] = {}
         for section in sections:
-            if section not in ("nll", "network"):
+            if section not in ("norm", "nll", "network"):
                 list(SECTIONS[section](self))
         return [Job(setting, tuple(kinds)) for setting, kinds in self.found.items()]
 
@@ -172,6 +172,14 @@ def growth(bench: Bench) -> Iterator[Row]:
             del layer
 
 
+def norm(bench: Bench) -> Iterator[Row]:
+    """Convolution, BatchNorm and ReLU in training, forward and backward."""
+    for setting in (LARGE, WIDE):
+        layer = bench.layer(setting)
+        yield bench.timed(layer.setting, "norm", {n: normalized(layer, n) for n in ("conv", "misconv")}, peak=True)
+        del layer
+
+
 def nll(bench: Bench) -> Iterator[Row]:
     """`MFA.log_prob` of the seen pixels, forward and backward, as a density is trained."""
     layer = bench.layer(Setting())
@@ -195,16 +203,18 @@ def network(bench: Bench) -> Iterator[Row]:
             torch.cuda.empty_cache()
         networks = Networks(setting.tiny() if bench.quick else setting, bench.generator)
         error = networks.check()
-        contenders = networks.contenders()
-        yield bench.timed(networks.setting, setting.task, contenders, peak=not setting.graph, error=error)
+        contenders, about = networks.contenders(), networks.about_density()
+        yield bench.timed(
+            networks.setting, setting.task, contenders, peak=not setting.graph, error=error, density=about
+        )
         del networks, contenders
 
 
 SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
-    function.__name__: function for function in (table10, large, shares, growth, nll, network, cpu)
+    function.__name__: function for function in (table10, large, norm, shares, growth, nll, network, cpu)
 }
 # What runs where nothing else is said; the large settings would keep a CPU busy for hours.
-USUAL = {"cuda": ("table10", "large", "shares", "growth", "nll", "network"), "cpu": ("cpu", "nll")}
+USUAL = {"cuda": ("table10", "large", "norm", "shares", "growth", "nll", "network"), "cpu": ("cpu", "nll")}
 
 
 # A run -------------------------------------------------------------------------------------------------------------
@@ -243,7 +253,7 @@ def run(
 ) -> JsonObject:
     """Check, measure, and return the record; a `WrongResultError` before anything is timed if a check fails.
 
-    `keep` gets the record after every section, so that a run which is stopped was not for nothing.
+    `keep` gets the record after every row, so that a run which is stopped was not for nothing.
     """
     begin = time.perf_counter()
     if quick:  # before the numbers and after them: a reader may see one end alone
@@ -270,8 +280,10 @@ def run(
     bench = Bench(generator, pace, quick, say)
     record["sections"] = {}
     for bench.section in sections:
-        record["sections"][bench.section] = list(SECTIONS[bench.section](bench))
-        keep(record)
+        measured = record["sections"][bench.section] = []
+        for row in SECTIONS[bench.section](bench):
+            measured.append(row)
+            keep(record)
     record["seconds"] = time.perf_counter() - begin
     record["load_average_after"] = _load()
     for what, value in summary(record):
@@ -301,6 +313,11 @@ def summary(record: JsonObject) -> list[tuple[str, str]]:
                 found += _range(f"{group}, {title}: {words}", [r["ratios"].get(pair) for r in chosen])
             peaks = [r.get("memory_ratios", {}).get("misconv/conv") for r in chosen]
             found += _range(f"{group}, {title}: peak memory, {PAIRS['misconv/conv']}", peaks)
+    for row in sections.get("norm", []):
+        name = f"{Setting(**row['setting'])} with BatchNorm in training, forward and backward"
+        found += _range(f"{name}: {PAIRS['misconv/conv']}", [row["ratios"]["misconv/conv"]])
+        peak = row.get("memory_ratios", {}).get("misconv/conv")
+        found += _range(f"{name}: peak memory, {PAIRS['misconv/conv']}", [peak])
     for row in sections.get("nll", []):
         found += _range(f"log_prob, forward and backward: {PAIRS['plain/misconv']}", [row["ratios"]["plain/misconv"]])
     for row in sections.get("network", []):

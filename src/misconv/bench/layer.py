@@ -10,13 +10,14 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from misconv import functional, missing
 from misconv._backend import plain
+from misconv.layers import MisConv2d
 from misconv.mfa import MFA
 
-__all__ = ["Contender", "Inputs", "Kind", "Layer", "Setting", "draw", "likelihood"]
+__all__ = ["Contender", "Inputs", "Kind", "Layer", "Setting", "draw", "likelihood", "normalized"]
 
 Kind = Literal["forward", "weights", "everything"]
 
@@ -176,6 +177,26 @@ class Layer:
 
     def _convolve(self, inputs: Inputs) -> Tensor:
         return F.conv2d(inputs.x, self.weight, self.bias, self.setting.stride, self.setting.padding)
+
+
+def normalized(layer: Layer, name: str) -> Contender:
+    """Convolution, BatchNorm in training and ReLU, with the gradients of their parameters: ``conv`` or ``misconv``."""
+    s, device = layer.setting, layer.weight.device
+    conv = nn.Conv2d(s.channels, s.filters, s.kernel, s.stride, s.padding, bias=False, device=device)
+    batch_norm = nn.BatchNorm2d(s.filters, device=device)
+    network: nn.Module = nn.Sequential(conv, batch_norm, nn.ReLU())
+    if name == "misconv":
+        network = MisConv2d.from_conv(conv, norm=batch_norm, activation=nn.ReLU())
+    network.train()
+
+    def step(i: int) -> object:
+        inputs = layer.inputs[i % len(layer.inputs)]
+        response = network(inputs.p if name == "misconv" else inputs.x)
+        return torch.autograd.grad(response, list(network.parameters()), layer.given)
+
+    first = layer.inputs[0]
+    read = _bytes(*([first.x] if name == "conv" else _parts(first.p)), layer.given)
+    return Contender(step, ExitStack, 1, read)
 
 
 def likelihood(layer: Layer, name: str) -> Contender:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from misconv import missing
 from misconv._backend import plain
@@ -53,7 +54,7 @@ def network_settings(device: torch.device, models: tuple[str, ...] = MODELS) -> 
     """All rows for a device; a CPU has no CUDA graphs, and no time for large batches."""
     if device.type != "cuda":
         return [NetworkSetting(model, batch=8) for model in models[:2]]
-    return [
+    settings = [
         NetworkSetting(model, task, mode, batch, graph)
         for model in models
         for task in ("evaluation", "training")
@@ -61,6 +62,8 @@ def network_settings(device: torch.device, models: tuple[str, ...] = MODELS) -> 
         for batch in (64, 256)
         for graph in (False, True)
     ]
+    # Of those that are used most, the one whose first layer weighs most; in the usual size of a batch.
+    return [*settings, NetworkSetting("resnet18", "training", "bfloat16", 128)]
 
 
 class Networks:
@@ -73,16 +76,16 @@ class Networks:
         self.plain = self._cast(getattr(torchvision.models, setting.model)(weights=None).to(device).eval())
         density = UNetDMFA(3, setting.components, setting.rank, patch=setting.patch)
         nn.init.normal_(density.head.weight, std=0.05)  # it shall say something of every pixel
-        density = self._cast(density.to(device).eval())
+        self.density: UNetDMFA = self._cast(density.to(device).eval())
         x = torch.rand(setting.batch, 3, setting.size, setting.size, generator=generator, device=device)
         self.complete = self._cast(x)
-        observed = missing.square(
+        self.observed = missing.square(
             len(x), setting.size, setting.size, fraction=setting.share, generator=generator, device=device
         )
-        self.incomplete = self.complete.masked_fill(~observed, torch.nan)
+        self.incomplete = self.complete.masked_fill(~self.observed, torch.nan)
         with torch.no_grad():
-            self.p: MFA = density(self.complete, observed)
-        self.given, self.converted = convert(self.plain), convert(self.plain, density)
+            self.p: MFA = self.density(self.complete, self.observed)
+        self.given, self.converted = convert(self.plain), convert(self.plain, self.density)
 
     def _cast(self, module: Any) -> Any:
         """A network or images in the type and layout of the setting."""
@@ -108,26 +111,39 @@ class Networks:
                 raise WrongResultError(f"{self.setting}: {images} differ by {error:.1e}")
         return max(errors.values())
 
-    def contenders(self) -> dict[str, Contender]:
-        """`network`, `given` and `density`, each a whole step."""
-        inputs = {
-            "network": (self.plain, self.complete),
-            "given": (self.given, self.p),
-            "density": (self.converted, self.incomplete),
+    @torch.no_grad()
+    def about_density(self) -> dict[str, float]:
+        """How large the density is, and how much it computes and says of a batch."""
+        with plain(), FlopCounterMode(display=False) as counter:
+            self.density(self.complete[:1], self.observed[:1])
+        return {
+            "parameters": sum(p.numel() for p in self.density.parameters()),
+            "gflop_per_image": counter.get_total_flops() / 1e9,
+            "out_mb": sum(t.nbytes for t in (self.p.means, self.p.factors, self.p.noise)) / 1e6,
         }
-        steps = {name: self._step(network, x) for name, (network, x) in inputs.items()}
+
+    def contenders(self) -> dict[str, Contender]:
+        """`network`, `given` and `density`, each a whole step; in evaluation also the density `alone`."""
+        inputs: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
+            "network": (self.plain, (self.complete,)),
+            "given": (self.given, (self.p,)),
+            "density": (self.converted, (self.incomplete,)),
+        }
+        if self.setting.task == "evaluation":
+            inputs["alone"] = (self.density, (self.complete, self.observed))
+        steps = {name: self._step(*network) for name, network in inputs.items()}
         if self.setting.graph:
             steps = {name: _captured(step) for name, step in steps.items()}
         return {name: Contender(partial(_call, step)) for name, step in steps.items()}
 
-    def _step(self, network: nn.Module, x: Tensor | MFA) -> Callable[[], object]:
+    def _step(self, network: nn.Module, inputs: tuple[Any, ...]) -> Callable[[], object]:
         """A forward pass, or a step of training with SGD."""
         if self.setting.task == "evaluation":
             network.eval()
 
             def evaluate() -> object:
                 with torch.no_grad():
-                    return network(x)
+                    return network(*inputs)
 
             return evaluate
         network.train()
@@ -136,7 +152,7 @@ class Networks:
 
         def train() -> object:
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(network(x).float(), labels)
+            loss = nn.functional.cross_entropy(network(*inputs).float(), labels)
             loss.backward()
             optimizer.step()
             return loss
