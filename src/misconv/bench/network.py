@@ -180,4 +180,8 @@ def _captured(step: Callable[[], object]) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+
+    def replay(_: object = step) -> None:  # what a graph reads must live as long as it does
+        graph.replay()
+
+    return replay
