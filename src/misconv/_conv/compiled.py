@@ -1,4 +1,4 @@
-"""The CPU's kernels: E[ReLU] in touched windows, compiled from `windows.cpp` by the C++ compiler of the machine.
+"""The CPU's kernels: E[ReLU] in touched windows, compiled from `cpp/` by the C++ compiler of the machine.
 
 They are compiled once, at their first use, and kept in the cache of torch's extensions. The source needs no header of
 torch and takes a few seconds. Where it cannot be compiled, `touched` computes the same in torch's own operations.
@@ -28,9 +28,19 @@ from misconv.mfa import MFA
 
 __all__ = ["expected_relu", "why_not"]
 
-_SOURCE = Path(__file__).with_name("windows.cpp")
+_SOURCES = Path(__file__).with_name("cpp")
 # NaN and infinity keep their meaning: nothing here is -ffast-math, only errno and floating-point traps are given up.
-_FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+_FLAGS = (
+    "-std=c++17",
+    "-O2",
+    "-ftree-vectorize",
+    "-fvect-cost-model=dynamic",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-shared",
+)
 # The instructions that torch itself has found on this machine; a cache may be shared with older ones.
 _INSTRUCTIONS = {"AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512"), "AVX2": ("-march=x86-64-v3",)}
 _LONGEST = 120  # seconds of compiling
@@ -52,7 +62,7 @@ def _library() -> ctypes.CDLL | str:
         return ctypes.CDLL(str(_compiled()))
     except (OSError, subprocess.SubprocessError) as problem:
         said = getattr(problem, "stderr", None) or str(problem)
-        return f"{_SOURCE.name} could not be compiled: {said.strip().splitlines()[0] if said.strip() else type(problem)}"
+        return f"the kernels could not be compiled: {said.strip().splitlines()[0] if said.strip() else type(problem)}"
 
 
 def _compiled() -> Path:
@@ -63,7 +73,8 @@ def _compiled() -> Path:
     if compiler is None:
         raise OSError(f"no C++ compiler {os.environ.get('CXX', 'c++')} was found")
     flags = (*_FLAGS, *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()))
-    identity = repr((_SOURCE.read_bytes(), flags, platform.machine(), os.path.realpath(compiler)))
+    sources = [path.read_bytes() for path in sorted(_SOURCES.iterdir())]
+    identity = repr((sources, flags, platform.machine(), os.path.realpath(compiler)))
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
     path = Path(root) / "misconv" / f"windows-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not path.exists():
@@ -71,7 +82,7 @@ def _compiled() -> Path:
         # Under a name of its own first: what stands in the cache is whole.
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
-            command = [compiler, *flags, "-o", str(made), str(_SOURCE)]
+            command = [compiler, *flags, "-o", str(made), str(_SOURCES / "windows.cpp")]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_LONGEST)
             made.replace(path)
     return path
@@ -91,7 +102,7 @@ _STRIDED = ("response", "result", "gradient", "grad_response")
 
 
 class _Problem(ctypes.Structure):
-    """`Problem` of windows.cpp, field by field."""
+    """`Problem` of cpp/kernels.h, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in _NUMBERS),
@@ -105,29 +116,39 @@ class _Problem(ctypes.Structure):
 # Calls -------------------------------------------------------------------------------------------------------------
 
 
-def expected_relu(p: MFA, conv: Convolution, missing: Tensor, response: Callable[[], Tensor]) -> Tensor | None:
-    """E[ReLU] (B, O, H', W') of a response whose missing pixels vary; None where squares might leave float32's range.
+def expected_relu(
+    p: MFA, conv: Convolution, missing: Tensor, response: Callable[[], Tensor], in_place: bool
+) -> Tensor | None:
+    """E[ReLU] (B, O, H', W') of a response whose missing pixels vary.
+
+    None where squares might leave the range of float32, or where types are mixed.
 
     Args:
         conv: with zeros as padding; its weights hold the normalization.
         missing: (B, H, W), where a channel is not observed.
-        response: the mean of the first component behind the normalization, a tensor that nobody else holds.
+        response: the mean of the first component behind the normalization.
+        in_place: whether nobody else can hold the response, so that the result may take its memory.
     """
     shares = apart = None
     if p.means.shape[1] > 1:
         shares, apart = p.weights, p.means[:, 1:] - p.means[:, :1]
     # Components share their observed pixels, and a gradient in these is split among them: then all are listed.
     every = apart is not None and apart.requires_grad and torch.is_grad_enabled()
+    if {t.dtype for t in (p.factors, p.noise, p.means, conv.weight)} != {p.dtype}:
+        return None
     windows = _Windows(p, conv, missing, every)
     with torch.no_grad():
         if not windows.pack(p, apart):
             return None
     mean = response()
+    if mean.dtype != p.dtype:  # a normalization may have another type than the images
+        return None
     parts = (mean, conv.weight, p.factors, p.noise, apart, shares)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in parts):
         result: Tensor = _ExpectedReLU.apply(windows, *parts)
         return result
-    return windows.forward(mean, conv.weight, shares, mean)  # in place: fresh memory costs more than the numbers in it
+    # Fresh memory costs more than the numbers in it.
+    return windows.forward(mean, conv.weight, shares, mean if in_place else torch.empty_like(mean))
 
 
 class _ExpectedReLU(torch.autograd.Function):
@@ -185,6 +206,7 @@ class _Windows:
         """The gradients of response, weight, factors, noise, differences of means and shares."""
         response, weight, factors, noise, apart, shares = parts
         assert response is not None
+        assert weight is not None
         if gradient.stride() != response.stride():
             gradient = torch.empty_like(response).copy_(gradient)
         of_response = torch.empty_like(response)

@@ -1,8 +1,9 @@
 """The CPU's path: expectations only in windows that touch a missing pixel, plain numbers everywhere else.
 
-The response is cut into tiles that fit the touched windows of each image. The pixels under the tiles are laid side by
-side, factors, noise and the differences between components as channels, and go through one grouped convolution; its
-rows at the touched windows become expectations and take their places among the plain activations.
+Of a ReLU they are computed by compiled kernels, where `compiled` has them. Else the response is cut into tiles that fit
+the touched windows of each image. The pixels under the tiles are laid side by side, factors, noise and the differences
+between components as channels, and go through one grouped convolution; its rows at the touched windows become
+expectations and take their places among the plain activations.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ def _by_kernels(p: MFA, conv: Convolution, norm: Affine | None, missing: Tensor)
     if not _filters_in_range(conv.weight, slope):
         return None
     weight = conv.weight if slope is None else conv.weight * slope.view(-1, 1, 1, 1)
-    return compiled.expected_relu(p, conv.replace(weight, None), missing, lambda: _first_response(p, conv, norm))
+    folded = conv.replace(weight, None)
+    return compiled.expected_relu(p, folded, missing, lambda: _first_response(p, conv, norm), in_place=norm is None)
 
 
 def _is_single_or_double(p: MFA) -> bool:
