@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from misconv._backend import plain
-from misconv._conv import compiled
+from misconv._conv import why_no_kernels
 from misconv._store import device_name, versions
 from misconv.functional import expected_conv2d
 from misconv.mfa import MFA
@@ -38,7 +38,7 @@ def examine() -> dict[str, Any]:
         "device": device_name(device),
         "threads": torch.get_num_threads(),
         "kernels": _kernels(device),
-        "cpu_kernels": {"used": compiled.why_not() is None, "reason": compiled.why_not()},
+        "cpu_kernels": {"used": why_no_kernels() is None, "reason": why_no_kernels()},
         "extras": {name: "there" if not parts else f"without {', '.join(parts)}" for name, parts in lost.items()},
     }
 
