@@ -73,7 +73,7 @@ MAY_IMPORT = {
         "functional", "impute", "layers", "mfa", "missing", "paper", "predict", "store", "training",
     },
     "_terminal": {"rich", "typer"},
-    "_doctor": {"torch", "_backend", "_store", "functional", "mfa"},
+    "_doctor": {"torch", "_backend", "_conv", "_store", "functional", "mfa"},
     "cli_options": {"torch", "typer", "rich", "_store", "_terminal", "_train", "data", "images", "store"},
     "cli_images": {"typer", "_terminal", "cli_options", "data", "images", "store"},
     "cli_classifier": {"typer", "_terminal", "cli_options", "images", "store"},

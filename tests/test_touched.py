@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from misconv import MFA, MisConv2d, missing
 from misconv._backend import plain
 from misconv._conv import Convolution, fixed_batch_norm, respond
+from misconv._conv import compiled as _compiled
 from misconv._conv import touched as _touched
 from misconv._math import ExpectedReLU
 from misconv.functional import expected_activation, expected_conv2d
@@ -41,6 +42,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
 
     monkeypatch.setattr(_touched, "respond", spy)
     return answers
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a compiler."""
+    monkeypatch.setattr(_compiled, "_library", lambda: "there is no compiler")
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
@@ -94,6 +101,17 @@ def closed(observed: Tensor, conv: nn.Conv2d) -> Tensor:
 def test_values_and_gradients_are_those_of_the_plain_path(case: Case) -> None:
     learned = (*learning(case.p), *case.conv.parameters())
     compare(lambda: expected_conv2d(case.p, **case.arguments()), *learned)  # type: ignore[arg-type]
+
+
+@given(cases())
+@settings(max_examples=60)
+def test_values_and_gradients_without_a_compiler(case: Case) -> None:
+    learned = (*learning(case.p), *case.conv.parameters())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_compiled, "_library", lambda: "there is no compiler")
+        compare(lambda: expected_conv2d(case.p, **case.arguments()), *learned)  # type: ignore[arg-type]
+        with torch.no_grad():
+            compare(lambda: expected_conv2d(case.p, **case.arguments()))  # type: ignore[arg-type]
 
 
 @given(cases(modes=("zeros", "circular")))
@@ -229,6 +247,7 @@ def test_what_stands_at_observed_pixels_is_never_read(served: Served, channels: 
 
 @pytest.mark.parametrize("components", [1, 2])
 @pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.usefixtures("no_kernels")
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, components: int, grad: bool) -> None:
     p, conv = random_mfa(3, components, 2, (2, 20, 20), hole(3, 20, 20)), nn.Conv2d(2, 3, 3)
     inner, calls = _touched._convolved, []
@@ -255,6 +274,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, components: int,
 
 @pytest.mark.parametrize("components", [1, 2])
 @pytest.mark.parametrize("last", [False, True])
+@pytest.mark.usefixtures("no_kernels")
 def test_holes_of_every_kind(served: Served, components: int, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles that fit the hole, small ones for scattered holes, and ones that hang over the edge of the response."""
     monkeypatch.setattr(_touched, "_MOST", {False: 1.0, True: 1.0})
@@ -311,7 +331,10 @@ def test_windows_that_can_be_random_but_are_not() -> None:
         close(a, b)
 
 
-def test_second_derivatives() -> None:
+@pytest.mark.parametrize("compiler", [True, False])
+def test_second_derivatives(compiler: bool, request: pytest.FixtureRequest) -> None:
+    if not compiler:
+        request.getfixturevalue("no_kernels")
     if torch.get_default_dtype() != torch.float64:
         pytest.skip("gradcheck needs float64")
     observed = torch.ones(1, 1, 4, 4, dtype=torch.bool)
@@ -330,6 +353,7 @@ def test_second_derivatives() -> None:
 # Which path -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("no_kernels")
 def test_it_serves_where_it_is_faster(served: Served) -> None:
     """Up to a share of touched windows, which is smaller where gradients are asked for."""
     conv = nn.Conv2d(3, 4, 3, padding=1)

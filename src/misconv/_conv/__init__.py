@@ -9,6 +9,7 @@ from misconv._conv.batch_norm import (
     sync_group,
 )
 from misconv._conv.checks import check_flag, check_geometry, check_layer, check_placed, check_weight, check_windows
+from misconv._conv.compiled import why_not as why_no_kernels
 from misconv._conv.convolution import Convolution
 from misconv._conv.dispatch import batch_statistics, moments, respond
 from misconv._conv.plain import incomplete_windows, mix_expectations, pad_images
@@ -33,4 +34,5 @@ __all__ = [
     "pad_images",
     "respond",
     "sync_group",
+    "why_no_kernels",
 ]

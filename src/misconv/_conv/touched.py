@@ -1,8 +1,9 @@
 """The CPU's path: expectations only in windows that touch a missing pixel, plain numbers everywhere else.
 
-The response is cut into tiles that fit the touched windows of each image. The pixels under the tiles are laid side by
-side, factors, noise and the differences between components as channels, and go through one grouped convolution; its
-rows at the touched windows become expectations and take their places among the plain activations.
+Of a ReLU they are computed by compiled kernels, where `compiled` has them. Else the response is cut into tiles that fit
+the touched windows of each image. The pixels under the tiles are laid side by side, factors, noise and the differences
+between components as channels, and go through one grouped convolution; its rows at the touched windows become
+expectations and take their places among the plain activations.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from misconv._conv import compiled
 from misconv._conv.border import Border, border_noise
 from misconv._conv.convolution import Convolution
 from misconv._math import (
@@ -54,17 +56,18 @@ def respond(p: MFA, conv: Convolution, norm: Affine | None, activation: Activati
     # Components share their observed pixels, and a gradient in these is split among them: then all are listed.
     split = learning and p.means.requires_grad and p.means.shape[1] > 1
     listed = torch.ones_like(missing) if split else missing
+    function = activation_module(activation)
     tiles: _Tiles | None = None
     if missing.count_nonzero():  # several times as fast as any
-        tiles = _cut_tiles(missing, listed, conv) if _is_single_or_double(p) else None
-        if tiles is None or tiles.share > _MOST[learning]:
+        if not _is_single_or_double(p):
+            return None
+        if type(function) is nn.ReLU and conv.padding_mode == "zeros" and compiled.why_not() is None:
+            return _by_kernels(p, conv, norm, missing)
+        tiles = _cut_tiles(missing, listed, conv)
+        if tiles.share > _MOST[learning]:
             return None
 
-    first = p.means.narrow(1, 0, 1).reshape(-1, *p.shape[1:])  # (B, C, H, W)
-    response = conv(first)
-    if norm is not None:
-        response = norm.apply(response)
-    function = activation_module(activation)
+    response = _first_response(p, conv, norm)
     if tiles is None or len(tiles.number) == 0:
         return apply_activation(function, response)
 
@@ -73,7 +76,7 @@ def respond(p: MFA, conv: Convolution, norm: Affine | None, activation: Activati
         border = border_noise(p.pinned()[2], conv)
     slope = None if norm is None else norm.coefficients()[0].to(response.dtype)
     table, bank = _table(p, listed), _bank(p, conv.weight)
-    if not _in_range(p, table, conv.weight, slope):
+    if not _in_range(p, table) or not _filters_in_range(conv.weight, slope):
         return None  # squares might leave the range of float32
 
     def moved(chunk: _Tiles) -> Tensor:
@@ -105,6 +108,22 @@ def respond(p: MFA, conv: Convolution, norm: Affine | None, activation: Activati
         places.append(place)
     windows = tuple(torch.cat(t) for t in zip(*places, strict=True))
     return plain.index_put(windows, torch.cat(rows)).permute(0, 3, 1, 2)
+
+
+def _first_response(p: MFA, conv: Convolution, norm: Affine | None) -> Tensor:
+    """``norm(M μ_0 + b)`` (B, O, H', W'), as a network computes it."""
+    response = conv(p.means.narrow(1, 0, 1).reshape(-1, *p.shape[1:]))  # of (B, C, H, W)
+    return response if norm is None else norm.apply(response)
+
+
+def _by_kernels(p: MFA, conv: Convolution, norm: Affine | None, missing: Tensor) -> Tensor | None:
+    """The response by compiled kernels; None where squares might leave the range of float32."""
+    slope = None if norm is None else norm.coefficients()[0].to(p.dtype)
+    if not _filters_in_range(conv.weight, slope):
+        return None
+    weight = conv.weight if slope is None else conv.weight * slope.view(-1, 1, 1, 1)
+    folded = conv.replace(weight, None)
+    return compiled.expected_relu(p, folded, missing, lambda: _first_response(p, conv, norm), in_place=norm is None)
 
 
 def _is_single_or_double(p: MFA) -> bool:
@@ -280,8 +299,8 @@ def _table(p: MFA, listed: Tensor) -> Tensor:
     return table
 
 
-def _in_range(p: MFA, table: Tensor, weight: Tensor, slope: Tensor | None) -> bool:
-    """Whether all squares stay in the range of float32: of deviations of pixels, of weights, of the normalization."""
+def _in_range(p: MFA, table: Tensor) -> bool:
+    """Whether all squares of deviations of pixels stay in the range of float32."""
     if table.dtype != torch.float32:
         return True
     components, rank = p.factors.shape[1:3]
@@ -289,10 +308,20 @@ def _in_range(p: MFA, table: Tensor, weight: Tensor, slope: Tensor | None) -> bo
     size = values[:, components * rank :][:, :components].amax(1).sqrt()
     if rank > 0:
         size = torch.maximum(size, values[:, : components * rank].abs().amax(1))
-    limits = [(size, 2.0**-45, 2.0**30), (weight.detach().abs().amax((1, 2, 3)), 2.0**-15, 2.0**15)]
-    if slope is not None:
-        limits.append((slope.detach().abs(), 2.0**-20, 2.0**20))
-    return all(bool(((t == 0) | ((t >= low) & (t <= high))).all()) for t, low, high in limits)
+    return _zero_or_between(size, -45, 30)
+
+
+def _filters_in_range(weight: Tensor, slope: Tensor | None) -> bool:
+    """The same of weights and of the normalization."""
+    if weight.dtype != torch.float32:
+        return True
+    if slope is not None and not _zero_or_between(slope.detach().abs(), -20, 20):
+        return False
+    return _zero_or_between(weight.detach().abs().amax((1, 2, 3)), -15, 15)
+
+
+def _zero_or_between(values: Tensor, low: int, high: int) -> bool:
+    return bool(((values == 0) | ((values >= 2.0**low) & (values <= 2.0**high))).all())
 
 
 def _bank(p: MFA, weight: Tensor) -> Tensor:
