@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "_files": {"torch", "numpy", "PIL", "rasterio", "_store"},
     "data": {"torch", "numpy", "sklearn", "torchvision", "_checks", "_files", "transforms"},
     "bench": {
-        "torch", "torchvision", "_backend", "_store", "convert", "density", "functional", "mfa", "missing", "store",
+        "torch", "torchvision", "_backend", "_store", "convert", "density", "functional", "layers", "mfa", "missing", "store",
     },
     "paper": {
         "torch", "lightning_fabric", "matplotlib", "PIL", "scipy", "torchmetrics", "_checks", "_store", "_train", "bench",

@@ -197,6 +197,7 @@ def test_values_and_gradients_are_those_of_the_plain_path(shape: dict[str, Any],
         ({"channels": 1, "kernel": 7, "components": 2, "rank": 1}, {"stride": 2, "padding": 3}),
         ({"kernel": 6, "image": (7, 10), "seen": "each", "rank": 5}, {"stride": (1, 2)}),
         ({"out": 4, "groups": 2, "kernel": 5, "rank": 0}, {"stride": 2, "padding": 2, "groups": 2}),
+        ({"channels": 3, "out": 20, "kernel": 5, "rank": 4}, {"stride": 2, "padding": 2}),
     ],
 )
 def test_pixels_spread_in_pairs_change_nothing(

@@ -60,7 +60,7 @@ def _library() -> ctypes.CDLL | str:
     """The compiled kernels, or why there are none."""
     try:
         return ctypes.CDLL(str(_compiled()))
-    except (OSError, subprocess.SubprocessError) as problem:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as problem:  # also where nobody is at home
         said = getattr(problem, "stderr", None) or str(problem)
         return f"the kernels could not be compiled: {said.strip().splitlines()[0] if said.strip() else type(problem)}"
 

@@ -375,8 +375,11 @@ class Plan:
         box = _box(tile, kernel, s)
         chunk = min(channels, max(1, _LARGEST_BOX // (box[0] * box[1])))
         taps = chunk * kernel[0] * kernel[1]
-        block_o = min(max(power(out), 16), _MOST_CHANNELS)
         block_t = min(max(power(taps), 16), tiling.taps)
+        # Where bfloat16 windows come in several blocks and channels are few, Triton 3.6 multiplies what lies beyond its
+        # shared memory (16 channels, seen by compute-sanitizer).
+        wide = s.precision == "bf16" and (channels > chunk or taps > block_t)
+        block_o = _MOST_CHANNELS if wide else min(max(power(out), 16), _MOST_CHANNELS)
         constants = (
             self.means[1],
             self.rank,
