@@ -220,7 +220,7 @@ def test_test_images_are_read_once_after_training(tmp_path: Path, monkeypatch: p
         @cached_property
         def test(self) -> IncompleteImages:
             events.append("test")
-            found = self._incomplete(self.data.test, 2)
+            found = self.with_missing(self.data.test, 2)
             at = found.at
             found.at = lambda rows: events.append(f"at {len(rows)}") or at(rows)  # type: ignore[method-assign, func-returns-value]
             return found
