@@ -489,7 +489,7 @@ def test_whatever_differs_makes_another_unit(tmp_path: Path) -> None:
 
 
 def test_an_unknown_shape_or_method_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="shape must be one of square, trapezoid, noise, got 'circle'"):
+    with pytest.raises(ValueError, match="shape must be one of square, trapezoid, noise, cut, got 'circle'"):
         Spied(tmp_path, shape="circle")
     with pytest.raises(ValueError, match="method must be one of zero, .*, got 'magic'"):
         Spied(tmp_path).run(["magic"], [0])

@@ -240,6 +240,15 @@ def test_coded_otherwise_in_training_than_in_the_test(tmp_path: Path) -> None:
     torch.testing.assert_close(signed[0], response.relu())
 
 
+def test_trapezoids_of_both_kinds_stand_side_by_side(tmp_path: Path) -> None:
+    found = [letters.run_letter("E", Spied(tmp_path, shape=s), None, [], [0]) for s in letters.shapes_of_table("E")]
+    records = [record for each in found for record in each]
+    assert {(r["shape"], r["kind"]) for r in records} == {("trapezoid", "slanted"), ("cut", "slanted")}
+    table = evidence.make_letter("E", records)
+    assert [row[1] for row in table.rows] == ["zero", "mask", "k-NN", "PC", "MisConv (DMFA)"]
+    assert all("–" not in row[3:] for row in table.rows)
+
+
 def test_variants_share_what_is_the_same(tmp_path: Path) -> None:
     names = ["MisConv by the recipe", "with K = 3", "with the deviation of the activation"]
     experiment, whole = Spied(tmp_path), replace(SMALL, epochs=1, tuned=0)

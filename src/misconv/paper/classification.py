@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ from misconv.paper.inputs import BYTE, CachedMFA, IncompleteImages, Take
 from misconv.paper.methods import Method, method_named
 from misconv.paper.networks import Classifier
 from misconv.paper.scores import Record
-from misconv.paper.settings import SETTINGS, SHAPES, VALIDATION, Settings
+from misconv.paper.settings import REGIONS, SETTINGS, VALIDATION, Settings
 from misconv.training import fit_density
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Experiment:
 
     Args:
         data: images and labels.
-        shape: of the missing regions, one of `SHAPES`.
+        shape: of the missing regions, one of `REGIONS`.
         cache: where finished units are kept.
         fabric: devices and precision; one process.
         settings: like those in `SETTINGS`, or None for the ones of this data set (of SVHN, if it is not there).
@@ -96,8 +96,8 @@ class Experiment:
         say: Callable[[str], None] = lambda line: None,
         filler: float = 0.0,
     ) -> None:
-        if shape not in SHAPES:
-            raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")
+        if shape not in REGIONS:
+            raise ValueError(f"shape must be one of {', '.join(REGIONS)}, got {shape!r}")
         self.data, self.shape, self.cache, self.fabric = data, shape, cache, fabric
         self.settings = settings or SETTINGS.get(data.name, SETTINGS["svhn"])
         self.progress, self.say, self.filler = progress, say, filler
@@ -118,7 +118,7 @@ class Experiment:
         check = 0
         for part in parts:
             check = zlib.crc32(part.numpy().tobytes(), check)
-        return {"dataset": self.data.name, "crc32": check, "shape": self.shape, "fraction": SHAPES[self.shape]}
+        return {"dataset": self.data.name, "crc32": check, "shape": self.shape, "fraction": REGIONS[self.shape]}
 
     @cached_property
     def train(self) -> IncompleteImages:
@@ -146,8 +146,9 @@ class Experiment:
     def with_missing(self, images: Tensor, seed: int, share: float | None = None) -> IncompleteImages:
         """Images with regions of this experiment's shape missing, and of its share, if no other is given."""
         generator = torch.Generator().manual_seed(seed)
-        fraction = SHAPES[self.shape] if share is None else share
-        observed = getattr(missing, self.shape)(len(images), *images.shape[2:], fraction=fraction, generator=generator)
+        fraction = REGIONS[self.shape] if share is None else share
+        draw = partial(missing.trapezoid, cut=True) if self.shape == "cut" else getattr(missing, self.shape)
+        observed = draw(len(images), *images.shape[2:], fraction=fraction, generator=generator)
         return IncompleteImages(images.to(self.device), observed.to(self.device), self.filler)
 
     # Densities -------------------------------------------------------------------------------------------------------

@@ -25,12 +25,12 @@ from misconv.paper.cache import Cache
 from misconv.paper.classification import Experiment
 from misconv.paper.densities import DensitySettings
 from misconv.paper.illustrate import check_drawable, illustrate
-from misconv.paper.letters import check_methods, quick_recipe, run_letter
+from misconv.paper.letters import check_methods, quick_recipe, run_letter, shapes_of_table
 from misconv.paper.methods import TRAINED, method_named
 from misconv.paper.plus import PLUS, Recipe, run_plus, variants_of
 from misconv.paper.quality import SMALLEST, check_metrics
 from misconv.paper.scores import Record
-from misconv.paper.settings import SETTINGS, SHAPES, Settings
+from misconv.paper.settings import SETTINGS, Settings
 from misconv.paper.shares import draw_shares
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ DATASETS: dict[str, tuple[str, ...]] = {
     "9": ("mnist",),
     "10": (),
     "D": ("svhn", "cifar10"),
+    "E": ("mnist",),
     FIGURE_A: ("svhn", "cifar10"),
 }
 USUAL = ("mnist", "svhn", "cifar10")
@@ -246,7 +247,7 @@ def _each(plan: Plan, work: Callable[[Experiment], list[T]], progress: bool, say
         found = []
         for images in plan.images:
             few = _quick_settings(images.name) if plan.quick else None
-            for shape in SHAPES if plan.table == "9" else ("square",):
+            for shape in shapes_of_table(plan.table):
                 found += work(Experiment(images, shape, cache, fabric, settings=few, progress=progress, say=say))
         return found
 

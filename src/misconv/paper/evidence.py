@@ -30,16 +30,16 @@ from misconv.paper.tables import (
 from misconv.paper.transfer import WAYS
 from misconv.paper.variants import VARIANTS, WHOLE
 
-__all__ = ["LETTERS", "coding", "comparisons", "ingredients", "make_letter", "recipe", "shares", "transfer"]
+__all__ = ["LETTERS", "coding", "comparisons", "ingredients", "make_letter", "recipe", "shares", "slanted", "transfer"]
 
 OURS = "misconv"
 HOLM = "p of the two-sided paired t-test over seeds, corrected by Holm's method for the comparisons of a data set."
-LETTERS = ("A", "B", "C", "D", "figure-A")
+LETTERS = ("A", "B", "C", "D", "E", "figure-A")
 
 
 def make_letter(letter: str, records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
     """The table of that letter; "figure-A" is what the figure draws."""
-    made = {"A": transfer, "B": recipe, "C": ingredients, "D": coding, "figure-A": shares}
+    made = {"A": transfer, "B": recipe, "C": ingredients, "D": coding, "E": slanted, "figure-A": shares}
     return made[letter](records, datasets)
 
 
@@ -185,6 +185,26 @@ def coding(records: Sequence[Record], datasets: Sequence[str] | None = None) -> 
     heads = ["data set", "method", "printed in the paper", "coded −1 in training, 0 in the test", "coded right"]
     top = f"Accuracy on incomplete test images. {over_seeds(counts)}. p corrected by Holm's method for all of these."
     return Table("D", "Why three methods collapse in the paper", heads, rows, [top, *told], text=2)
+
+
+def slanted(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
+    """Table E."""
+    mine = of(records, kind="slanted")
+    rows, counts = [], []
+    for dataset in datasets_of(mine, datasets, ("mnist",)):
+        title, paper = title_of(mine, dataset), printed.TABLE9.get(dataset, {}).get("trapezoid", {})
+        known = dict.fromkeys(r["method"] for r in of(mine, dataset=dataset))
+        by_shape = {
+            shape: {name: scores(mine, dataset=dataset, method=name, shape=shape) for name in known}
+            for shape in ("trapezoid", "cut")
+        }
+        counts += [(f"{title}, {shape}", seed_count(found)) for shape, found in by_shape.items()]
+        cells = [cells_of(found) for found in by_shape.values()]
+        for name in known:
+            rows.append([title, BY_NAME[name].title, as_number(paper.get(name)), *(each[name] for each in cells)])
+    heads = ["data set", "method", "printed in the paper", "from edge to edge, anywhere", "one side of a slanted cut"]
+    notes = [f"Accuracy on incomplete test images. {over_seeds(counts)}."] if counts else [NOT_YET]
+    return Table("E", "Which trapezoids the paper may have had", heads, rows, notes, text=2)
 
 
 # Figure A: by how much is missing ------------------------------------------------------------------------------------

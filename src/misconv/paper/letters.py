@@ -11,15 +11,25 @@ from misconv.paper.coding import MISCODED, run_coding
 from misconv.paper.recipe import RECIPES, RecipeSettings, Runs
 from misconv.paper.rows import ROWS
 from misconv.paper.scores import Record
+from misconv.paper.settings import SHAPES
 from misconv.paper.shares import SHOWN, run_shares
 from misconv.paper.transfer import WAYS, run_transfer
 from misconv.paper.variants import VARIANTS, run_variants
 
-__all__ = ["check_methods", "quick_recipe", "run_letter"]
+__all__ = ["check_methods", "quick_recipe", "run_letter", "shapes_of_table"]
+
+SLANTED = ("zero", "mask", "knn", "partial", "misconv_dmfa")  # those of which the paper prints trapezoids
 
 _ROWS = tuple(row.name for row in ROWS if not row.extra)
 # The rows that each table has if no others are asked for, and those that may be.
-USUAL = {"A": tuple(way.name for way in WAYS), "B": _ROWS, "C": tuple(VARIANTS), "D": MISCODED, "figure-A": SHOWN}
+USUAL = {
+    "A": tuple(way.name for way in WAYS),
+    "B": _ROWS,
+    "C": tuple(VARIANTS),
+    "D": MISCODED,
+    "E": SLANTED,
+    "figure-A": SHOWN,
+}
 ALLOWED = {**USUAL, "figure-A": _ROWS}
 
 
@@ -32,6 +42,11 @@ def check_methods(letter: str, methods: Sequence[str]) -> None:
     for name in methods:
         if name not in ALLOWED[letter]:
             raise ValueError(f"--methods must be some of {','.join(ALLOWED[letter])}, got {name!r}")
+
+
+def shapes_of_table(number: str) -> tuple[str, ...]:
+    """What is missing in the images of a table."""
+    return {"9": tuple(SHAPES), "E": ("trapezoid", "cut")}.get(number, ("square",))
 
 
 def run_letter(
@@ -50,6 +65,8 @@ def run_letter(
             return run_variants(experiment, runs.recipe, names, seeds)
         case "D":
             return run_coding(experiment, seeds)
+        case "E":
+            return [{**record, "kind": "slanted"} for record in experiment.run(names, seeds)]
     return run_shares(runs, _possible(experiment, names), seeds)
 
 

@@ -77,9 +77,9 @@ DENSITY = DensitySettings(
     learning_rates=(2e-3,), objective="joint+marginal+mean", clip=1.0, shapes="like",
 )  # fmt: skip
 RECIPES: dict[str, RecipeSettings] = {
-    "mnist": RecipeSettings(epochs=20, shift=2, density=DENSITY),
-    "svhn": RecipeSettings(epochs=20, shift=3, density=DENSITY),
-    "cifar10": RecipeSettings(epochs=30, shift=4, flip=True, density=DENSITY),
+    "mnist": RecipeSettings(epochs=15, shift=2, density=DENSITY),
+    "svhn": RecipeSettings(epochs=15, shift=3, density=DENSITY),
+    "cifar10": RecipeSettings(epochs=20, shift=4, flip=True, density=DENSITY),
     # A pixel of these is an eighth of the image, and so are shifts.
     "digits": RecipeSettings(
         epochs=15, shift=0, batch_size=32,

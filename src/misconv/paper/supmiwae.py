@@ -38,7 +38,7 @@ class SupMIWAESettings:
     width: int = 32
     steps: int = 3
     latent: int = 64
-    samples: int = 4
+    samples: int = 3
     learning_rate: float = 1e-3
 
 
