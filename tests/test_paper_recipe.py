@@ -197,7 +197,7 @@ def test_networks_of_complete_images_meet_all_shapes(tmp_path: Path) -> None:
 
 def test_images_of_several_channels_lose_some_too(tmp_path: Path) -> None:
     runs = Runs(Spied(tmp_path, colourful()), replace(SMALL, epochs=1))
-    records = run_transfer(runs, ["zero", "misconv"], [0])
+    records = run_transfer(runs, ["zero", "mean", "knn", "misconv"], [0])
     assert {record["shape"] for record in records} == set(ALL_SHAPES)
     drawn = any_shape(3, 64, 8, 8, fraction=0.5, generator=torch.Generator().manual_seed(0))
     assert drawn.shape == (64, 3, 8, 8)

@@ -171,6 +171,7 @@ def times(records: Sequence[Record]) -> Table:
     columns: dict[str, list[Record]] = {"densities": fits}
     for title, methods in CLASSES.items():
         columns[title] = [r for r in records if r["kind"] == "classification" and r["method"] in methods]
+    columns["one recipe for all"] = [r for r in records if r["kind"] == "recipe"]
     columns["together"] = [r for found in columns.values() for r in found]
     # The first and the last row of an ablation are runs of other tables.
     again = (tables.EVERYTHING, tables.PAPER)
@@ -282,7 +283,7 @@ def repeat(records: Sequence[Record]) -> str:
         lines.append(f"misconv table 1 --dataset {name}{file}" + (f" --seeds {len(seeds)}" if seeds else ""))
     return (
         "## How to repeat it\n\n```\n" + "\n".join(lines) + "\n```\n\n"
-        "The other tables by their numbers, what the ingredients are worth by the word `ablation`, and pictures like "
+        "The other tables by their numbers or letters, what the ingredients are worth by the word `ablation`, and pictures like "
         "those above with images of the data set by the word `figures`. What is done is kept: a second call "
         "goes on where the first one stopped. "
         "The settings of every run stand in its record, in [results/paper](../results/paper)."

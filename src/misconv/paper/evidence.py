@@ -81,7 +81,7 @@ def transfer(records: Sequence[Record], datasets: Sequence[str] | None = None) -
             rows += block.values()
             found = {name: scores(here, "accuracy", method=name) for name in titles}
             counts.append((f"{title}, {shape}", seed_count(found)))
-            ahead += [(f"{title}, {shape}", each) for each in _against(found, ("samples", "misconv"), "mfa")]
+            ahead += [(f"{title}, {shape}", each) for each in _against(found, ("misconv", "samples", "draws"), "mfa")]
     notes = [f"{over_seeds(counts)}. {_MEASURED}"] if counts else [NOT_YET]
     corrected = holm([each for _, each in ahead])
     notes += [

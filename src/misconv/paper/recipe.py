@@ -83,7 +83,7 @@ RECIPES: dict[str, RecipeSettings] = {
     # A pixel of these is an eighth of the image, and so are shifts.
     "digits": RecipeSettings(
         epochs=15, shift=0, batch_size=32,
-        density=replace(DENSITY, widths=(16, 24, 32), depths=(1, 1, 1), patch=1, batch_size=32),
+        density=replace(DENSITY, widths=(16, 24, 32), depths=(1, 1, 1), patch=1, epochs=60, batch_size=32),
         supmiwae=SupMIWAESettings(width=16, steps=2, latent=16),
         splitting=SplittingSettings(widths=(16, 32), batch_size=32),
     ),
