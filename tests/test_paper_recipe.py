@@ -249,6 +249,20 @@ def test_trapezoids_of_both_kinds_stand_side_by_side(tmp_path: Path) -> None:
     assert all("–" not in row[3:] for row in table.rows)
 
 
+def test_the_papers_density_is_trained_by_both_objectives(tmp_path: Path) -> None:
+    experiment = Spied(tmp_path)
+    records = letters.run_letter("F", experiment, None, [], [0])
+    found = {(r["method"], r["objective"]): r["settings"]["density"]["objective"] for r in records}
+    assert found == {
+        (m, o): objective
+        for m in ("mfa", "misconv_dmfa")
+        for o, objective in (("paper", "joint"), ("ours", "joint+marginal+mean"))
+    }
+    table = evidence.make_letter("F", records)
+    assert [row[1] for row in table.rows] == ["the paper's", "ours"]
+    assert experiment.settings.dmfa.objective == "joint"
+
+
 def test_variants_share_what_is_the_same(tmp_path: Path) -> None:
     names = ["MisConv by the recipe", "with K = 3", "with the deviation of the activation"]
     experiment, whole = Spied(tmp_path), replace(SMALL, epochs=1, tuned=0)

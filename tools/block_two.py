@@ -15,6 +15,7 @@ KINDS = {
     "C": "ingredient",
     "D": "coding",
     "E": "slanted",
+    "F": "objective",
     "figure-A": "share",
 }  # of their records
 PICTURES = {
@@ -47,6 +48,8 @@ WORDS = {
     "that way, and coded right:",
     "E": "The published code lacks the paper's trapezoids. Ours of Table 9 lie anywhere, and hide far more of a digit "
     "than the paper's numbers suggest. Half an image on one side of a slanted cut through its centre is one, too.",
+    "F": "The settings of block one, and the same with our objective of the density: the likelihood of each hidden "
+    "pixel by itself, and the squared error of the mean, beside the joint likelihood.",
 }
 
 

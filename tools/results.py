@@ -283,9 +283,9 @@ def repeat(records: Sequence[Record]) -> str:
         lines.append(f"misconv table 1 --dataset {name}{file}" + (f" --seeds {len(seeds)}" if seeds else ""))
     return (
         "## How to repeat it\n\n```\n" + "\n".join(lines) + "\n```\n\n"
-        "The other tables by their numbers or letters, what the ingredients are worth by the word `ablation`, and pictures like "
-        "those above with images of the data set by the word `figures`. What is done is kept: a second call "
-        "goes on where the first one stopped. "
+        "The other tables by their numbers or letters, what the ingredients are worth by the word `ablation`, and "
+        "pictures like those above with images of the data set by the word `figures`. What is done is kept: a second "
+        "call goes on where the first one stopped. "
         "The settings of every run stand in its record, in [results/paper](../results/paper)."
     )
 

@@ -220,7 +220,7 @@ def table(
         typer.Argument(
             metavar="NUMBER",
             help="1, 2, 6, 7, 8, 9, 10, ablation (of MisConv+) or figures. Tables of our own: A (no retraining), "
-            "B (one recipe for all), C (its ingredients), D and E (the paper explained), figure-A (by share missing).",
+            "B (one recipe for all), C (its ingredients), D, E, F (the paper explained), figure-A (by share missing).",
         ),
     ],
     dataset: Annotated[

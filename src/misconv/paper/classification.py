@@ -109,6 +109,11 @@ class Experiment:
         self._complete: dict[str, IncompleteImages] = {}
         self._takes: dict[tuple[str, str], Take] = {}
 
+    def by(self, settings: Settings) -> Experiment:
+        """The same experiment with other settings."""
+        more: dict[str, Any] = {"progress": self.progress, "say": self.say, "filler": self.filler}
+        return Experiment(self.data, self.shape, self.cache, self.fabric, settings=settings, **more)
+
     # Data ------------------------------------------------------------------------------------------------------------
 
     @cached_property

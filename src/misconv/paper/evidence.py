@@ -30,17 +30,28 @@ from misconv.paper.tables import (
 from misconv.paper.transfer import WAYS
 from misconv.paper.variants import VARIANTS, WHOLE
 
-__all__ = ["LETTERS", "coding", "comparisons", "ingredients", "make_letter", "recipe", "shares", "slanted", "transfer"]
+__all__ = [
+    "LETTERS",
+    "coding",
+    "comparisons",
+    "ingredients",
+    "make_letter",
+    "objectives",
+    "recipe",
+    "shares",
+    "slanted",
+    "transfer",
+]
 
 OURS = "misconv"
 HOLM = "p of the two-sided paired t-test over seeds, corrected by Holm's method for the comparisons of a data set."
-LETTERS = ("A", "B", "C", "D", "E", "figure-A")
+LETTERS = ("A", "B", "C", "D", "E", "F", "figure-A")
 
 
 def make_letter(letter: str, records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
     """The table of that letter; "figure-A" is what the figure draws."""
-    made = {"A": transfer, "B": recipe, "C": ingredients, "D": coding, "E": slanted, "figure-A": shares}
-    return made[letter](records, datasets)
+    made = {"A": transfer, "B": recipe, "C": ingredients, "D": coding, "E": slanted, "F": objectives}
+    return {**made, "figure-A": shares}[letter](records, datasets)
 
 
 def comparisons(found: Mapping[str, Scores], ours: str, apart: Sequence[str] = ()) -> dict[str, Margin]:
@@ -205,6 +216,30 @@ def slanted(records: Sequence[Record], datasets: Sequence[str] | None = None) ->
     heads = ["data set", "method", "printed in the paper", "from edge to edge, anywhere", "one side of a slanted cut"]
     notes = [f"Accuracy on incomplete test images. {over_seeds(counts)}."] if counts else [NOT_YET]
     return Table("E", "Which trapezoids the paper may have had", heads, rows, notes, text=2)
+
+
+# F: the paper's densities by two objectives --------------------------------------------------------------------------
+
+
+def objectives(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
+    """Table F."""
+    mine = of(records, kind="objective", shape="square")
+    names = {"mfa": "MFA imputation", "misconv_dmfa": "MisConv"}
+    rows, ahead, counts = [], [], []
+    for dataset in datasets_of(mine, datasets):
+        title = title_of(mine, dataset)
+        for objective, what in (("paper", "the paper's"), ("ours", "ours")):
+            found = {m: scores(mine, dataset=dataset, method=m, objective=objective) for m in names}
+            counts.append((f"{title}, {what}", seed_count(found)))
+            rows.append([title, what, *(NOT_YET if cell == NOTHING else cell for cell in cells_of(found).values())])
+            if all(found.values()):
+                ahead.append((f"{title}, {what}", margin("misconv_dmfa", found["misconv_dmfa"], "mfa", found["mfa"])))
+    corrected = holm([each for _, each in ahead])
+    notes = [f"Accuracy on incomplete test images. {over_seeds(counts)}."]
+    notes += [f"{place}: {each}." for (place, _), each in zip(ahead, corrected, strict=True)]
+    notes += ["p corrected by Holm's method for all of these."] if ahead else []
+    heads = ["data set", "objective", *names.values()]
+    return Table("F", "The paper's densities, by its objective and by ours", heads, rows, notes, text=2)
 
 
 # Figure A: by how much is missing ------------------------------------------------------------------------------------
