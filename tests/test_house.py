@@ -56,8 +56,8 @@ MAY_IMPORT = {
         "torch", "torchvision", "_backend", "_store", "convert", "density", "functional", "layers", "mfa", "missing", "store",
     },
     "paper": {
-        "torch", "lightning_fabric", "matplotlib", "PIL", "scipy", "torchmetrics", "_checks", "_store", "_train", "bench",
-        "data", "density", "impute", "layers", "mfa", "missing", "store", "training",
+        "torch", "lightning_fabric", "matplotlib", "PIL", "scipy", "torchmetrics", "deepinv", "_checks", "_store", "_train",
+        "bench", "data", "density", "functional", "impute", "layers", "mfa", "missing", "store", "training",
     },
     "demo": {
         "torch", "jinja2", "markupsafe", "_version", "_store", "_train", "assess", "data", "density", "functional", "impute",

@@ -115,6 +115,19 @@ def test_trapezoids_touch_opposite_edges_and_slope(fraction: float) -> None:
     assert (pieces <= 1).all()
 
 
+def test_a_slanted_cut_hides_one_side_of_an_image() -> None:
+    hidden = ~missing.trapezoid(400, 20, 20, fraction=1 / 2, generator=seeded(), cut=True)[:, 0]
+    assert (hidden.sum((1, 2)) == 200).all()
+    sides = torch.stack([hidden[:, 0], hidden[:, -1], hidden[:, :, 0], hidden[:, :, -1]], 1).all(2)  # (400, 4)
+    assert (sides.sum(1) == 1).all()
+    assert (sides.sum(0) > 60).all()
+    upper = hidden[sides[:, 0]]
+    lengths = upper.sum(1)  # of every column: they grow, or shrink, from left to right
+    assert ((lengths.diff(dim=1) >= 0).all(1) | (lengths.diff(dim=1) <= 0).all(1)).all()
+    assert (lengths.sub(10).abs().max(1).values <= 5).all()
+    assert (lengths[:, 0] != lengths[:, -1]).float().mean() > 0.5
+
+
 def test_the_sides_of_trapezoids_are_straight() -> None:
     hidden = ~missing.trapezoid(400, 64, 64, fraction=1 / 2, generator=seeded())[:, 0]
     line = torch.stack([torch.ones(64), torch.arange(64)], 1).double()

@@ -220,7 +220,7 @@ def test_test_images_are_read_once_after_training(tmp_path: Path, monkeypatch: p
         @cached_property
         def test(self) -> IncompleteImages:
             events.append("test")
-            found = self._incomplete(self.data.test, 2)
+            found = self.with_missing(self.data.test, 2)
             at = found.at
             found.at = lambda rows: events.append(f"at {len(rows)}") or at(rows)  # type: ignore[method-assign, func-returns-value]
             return found
@@ -489,7 +489,7 @@ def test_whatever_differs_makes_another_unit(tmp_path: Path) -> None:
 
 
 def test_an_unknown_shape_or_method_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="shape must be one of square, trapezoid, noise, got 'circle'"):
+    with pytest.raises(ValueError, match="shape must be one of square, trapezoid, noise, cut, got 'circle'"):
         Spied(tmp_path, shape="circle")
     with pytest.raises(ValueError, match="method must be one of zero, .*, got 'magic'"):
         Spied(tmp_path).run(["magic"], [0])

@@ -373,7 +373,7 @@ def refused(result: Result, message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["3"], r"the table must be 1, 2, 6, 7, 8, 9, 10, ablation or figures, got '3'; 3, 4 and 5 \(generation\) are not there yet"),
+        (["3"], r"the table must be 1, 2, 6, 7, 8, 9, 10, A, B, C, D, E, F, figure-A, ablation or figures, got '3'; 3, 4 and 5 \(generation\) are not there yet"),
         (["one"], "the table must be .*, got 'one'; .*"),
         (["1", "--dataset", "imagenet"], "--dataset must be one of digits, mnist, svhn, cifar10, or come with --data FILE, got 'imagenet'"),
         (["1", "--dataset", "digits", "--dataset", "digits"], "--dataset must name each data set once, got digits 2 times"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -24,8 +25,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from misconv.paper import printed, scores, tables
+sys.path.insert(0, str(Path(__file__).parent))  # also where this file is run by its path alone
+
+import block_two
+
+from misconv.paper import printed, scores, shares, tables
 from misconv.paper.methods import BASELINES, BY_NAME, METHODS
+from misconv.paper.rows import ROWS
 from misconv.paper.scores import Record
 from misconv.paper.tables import Table
 
@@ -47,7 +53,7 @@ CLASSES = {
     "MisConv+": ("misconv_plus",),
 }
 
-WORDS = {
+WORDS: dict[int | str, str] = {
     1: "Every method is trained and tested on incomplete images: a square, a quarter of the area, is missing. In bold "
     "the best of our numbers among the methods trained on incomplete images. *mean* and *MisConv+*, a recipe of our "
     "own with the same classifier from its second layer on, are not in the paper; it learns longer and from augmented "
@@ -165,6 +171,7 @@ def times(records: Sequence[Record]) -> Table:
     columns: dict[str, list[Record]] = {"densities": fits}
     for title, methods in CLASSES.items():
         columns[title] = [r for r in records if r["kind"] == "classification" and r["method"] in methods]
+    columns["one recipe for all"] = [r for r in records if r["kind"] == "recipe"]
     columns["together"] = [r for found in columns.values() for r in found]
     # The first and the last row of an ablation are runs of other tables.
     again = (tables.EVERYTHING, tables.PAPER)
@@ -213,11 +220,13 @@ def page(sources: Mapping[str, list[Record]], benchmark: Mapping[str, Any] | Non
         "[What was decided](#what-was-decided), [how long it took](#how-long-it-took) and "
         "[how to repeat it](#how-to-repeat-it) stand below."
     ]
+    parts.append(block_two.BLOCK_ONE)
     there = made(records, benchmark)
     parts += [part for table in there if table.number != 10 for part in section(table, pictures)]
     if any(r["kind"] == "ablation" for r in records):
         parts += section(tables.ablation(records), pictures, ABLATION)
     parts += [part for table in there if table.number == 10 for part in section(table, pictures)]
+    parts += block_two.sections(records, pictures)
     shown = [f"![{text}](pictures/{name})\n\n*{text}*" for name, text in FIGURES.items() if pictures.get(name)]
     parts += ["## Pictures", PICTURES, *shown] if shown else []
     decided = [PROTOCOL, earlier(), *bent(records), "- Whatever came out stands here."]
@@ -240,7 +249,7 @@ def earlier() -> str:
     return (
         "- Before, the classifiers had one step down and that ReLU. On SVHN every image then got the same answer in "
         f"{dead} of {len(paper)} trainings, whatever the method; where we looked, all 20 units of the ReLU had died "
-        "within 500 steps. The low numbers that the paper prints for some methods on SVHN may have the same cause."
+        "within 500 steps. Table D has a likelier cause of the low numbers that the paper prints for some methods."
     )
 
 
@@ -256,7 +265,7 @@ def bent(records: Sequence[Record]) -> list[str]:
 
 def section(table: Table, pictures: Mapping[str, bool], words: str = "") -> list[str]:
     """A table with its words and its plot; the one without a number is the ablation."""
-    plots = {
+    plots: dict[int | str | None, tuple[str, str]] = {
         1: ("results.png", "Accuracy by data set and method"),
         None: ("ablation.png", "What ingredients are worth"),
     }
@@ -274,9 +283,9 @@ def repeat(records: Sequence[Record]) -> str:
         lines.append(f"misconv table 1 --dataset {name}{file}" + (f" --seeds {len(seeds)}" if seeds else ""))
     return (
         "## How to repeat it\n\n```\n" + "\n".join(lines) + "\n```\n\n"
-        "The other tables by their numbers, what the ingredients are worth by the word `ablation`, and pictures like "
-        "those above with images of the data set by the word `figures`. What is done is kept: a second call "
-        "goes on where the first one stopped. "
+        "The other tables by their numbers or letters, what the ingredients are worth by the word `ablation`, and "
+        "pictures like those above with images of the data set by the word `figures`. What is done is kept: a second "
+        "call goes on where the first one stopped. "
         "The settings of every run stand in its record, in [results/paper](../results/paper)."
     )
 
@@ -306,6 +315,25 @@ def accuracy_plot(records: Sequence[Record]) -> Figure | None:
         axis.set_xlabel("incomplete test images classified correctly, %")
     axes[0].set_yticks(range(len(methods)), [method.starred for method in shown])
     legend(figure, any(printed.incomplete(name) for name in names), "* trained on complete images")
+    return figure
+
+
+def recipe_plot(records: Sequence[Record]) -> Figure | None:
+    """Accuracy on incomplete test images by the one recipe: a panel for every data set, a line for every method."""
+    mine = [r for r in records if r["kind"] == "recipe" and r["shape"] == "square"]
+    names = datasets(mine)
+    shown = [row for row in ROWS if not row.extra and scores.of(mine, method=row.name)]
+    if not shown:
+        return None
+    figure, axes = panels(len(names), len(shown))
+    for axis, name in zip(axes, names, strict=True):
+        values = {row.name: accuracies(mine, name, row.name) for row in shown}
+        colours = {row.name: GREY if row.complete else PINK if row.name == "misconv" else BLUE for row in shown}
+        strips(axis, values, colours, {}, "{:.1f}")
+        head(axis, scores.title_of(mine, name), "")
+        axis.set_xlabel("incomplete test images classified correctly, %")
+    axes[0].set_yticks(range(len(shown)), [row.starred for row in shown])
+    legend(figure, False, "* trained and tested on complete images")
     return figure
 
 
@@ -439,13 +467,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     benchmark = json.loads(options.benchmark.read_text(encoding="utf-8")) if options.benchmark.exists() else None
     folder = options.out / "pictures"
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = {"results.png": accuracy_plot(records), "ablation.png": ablation_plot(records)}
+    drawn = {
+        "results.png": accuracy_plot(records),
+        "ablation.png": ablation_plot(records),
+        "recipe.png": recipe_plot(records),
+    }
     for name, figure in drawn.items():
         if figure is not None:
             figure.savefig(folder / name, dpi=150)  # sharp also on dense screens
             plt.close(figure)
     pictures = {name: figure is not None for name, figure in drawn.items()}
     pictures |= {name: (folder / name).exists() for name in FIGURES}
+    if scores.of(records, kind="share"):
+        shares.draw_shares(records, folder / "shares.png")
+        pictures["shares.png"] = True
     (options.out / "results.md").write_text(page(sources, benchmark, pictures), encoding="utf-8")
 
 

@@ -112,11 +112,13 @@ def trapezoid(
     fraction: float = 1 / 2,
     generator: torch.Generator | None = None,
     device: torch.device | str | None = None,
+    cut: bool = False,
 ) -> Tensor:
     """Hide one trapezoid per image that spans it from edge to opposite edge, with random slopes and place.
 
     Exactly ``round(fraction * (height * width))`` pixels of every image are hidden. The two parallel sides lie on the
-    top and bottom edges or, for every second image on average, on the left and right ones.
+    top and bottom edges or, for every second image on average, on the left and right ones. With `cut`, all that lies on
+    one side of a slanted cut is hidden, a random one of the four sides: for half of the area a cut through the centre.
 
     Returns:
         `observed` (B, 1, H, W), False inside the trapezoid.
@@ -128,10 +130,21 @@ def trapezoid(
     """
     hidden = hidden_count(batch, height, width, fraction)
     draw = Draw(generator, device)
+    if cut:
+        return draw.finish(~lowest(_slanted(draw, batch, height, width), hidden))
     upright = _trapezoid_rows(draw, batch, height, width, hidden)
     lying = _trapezoid_rows(draw, batch, width, height, hidden).transpose(-1, -2)
     inside = torch.where(draw.uniform(batch) < 0.5, upright, lying)
     return draw.finish(~inside)
+
+
+def _slanted(draw: Draw, batch: int, height: int, width: int) -> Tensor:
+    """How far every pixel lies from one of the four edges, on a slant of up to 1 : 2, (B, 1, H, W)."""
+    rows, columns = draw.grid(height, width)
+    down, right = (2 * rows + 1) / height - 1, (2 * columns + 1) / width - 1  # -1 … 1
+    slope, side = draw.uniform(batch) - 0.5, draw.integers(batch, 4)
+    away, along = torch.where(side < 2, down, right), torch.where(side < 2, right, down)
+    return torch.where(side % 2 == 0, away, -away) + slope * along
 
 
 def _trapezoid_rows(draw: Draw, batch: int, rows: int, columns: int, hidden: int) -> Tensor:

@@ -52,8 +52,9 @@ def density_job(
     seed: int = 0,
     clip: float | None = 5.0,
     divisor: float = 1.0,
+    **more: Any,
 ) -> Job:
-    """The training of a density on tensors; the arguments are those of `misconv.fit_density`.
+    """The training of a density on tensors; the arguments are those of `misconv.fit_density`, and of a `Job`.
 
     Bytes are divided by `divisor`.
     """
@@ -63,7 +64,7 @@ def density_job(
     options: dict[str, Any] = {"validation": validation, "batch_size": batch_size, "seed": seed, "divisor": divisor}
     source = TensorImages(images, observed, fabric, **options)
     training = DensityTraining(density, source, Holes(shape, fraction, seed, augment), fabric, objective, mse_epochs)
-    return training.job(learning_rate=learning_rate, validation=validation, seed=seed, clip=clip)
+    return training.job(learning_rate=learning_rate, validation=validation, seed=seed, clip=clip, **more)
 
 
 def check_density_arguments(objective: str, mse_epochs: int, fraction: float, validation: float) -> None:

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from misconv import missing
 from misconv._train import as_floats
 from misconv.mfa import MFA
 from misconv.paper.inputs import BYTE, CachedMFA, IncompleteImages
 
-__all__ = ["EXTRA", "Augmented", "Versions"]
+__all__ = ["EXTRA", "Augmented", "FreshlyHidden", "Versions"]
 
 EXTRA = (1 / 16, 1 / 8, 1 / 4)  # how much more is hidden of every second image
 
@@ -68,11 +68,15 @@ class Augmented:
         virtual = self.virtual[indices]
         if self.cached:
             return self.form(self._moved(self.versions.cached(virtual), indices))
-        x, observed = self.versions.data.at(virtual)
+        x, observed = self._images(virtual, indices)
         if not self.shift and not self.flip:
             return x, observed
         source, inside = self._source(indices, *x.shape[-2:])
         return _gathered(x, source), _gathered(observed, source) & inside
+
+    def _images(self, virtual: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Images, by their numbers among the versions and among the rows, and what is shown of them."""
+        return self.versions.data.at(virtual)
 
     def _moved(self, p: MFA, indices: Tensor) -> MFA:
         """Shifted and flipped; of what comes in from beyond the border the usual mean and variance are known."""
@@ -104,15 +108,43 @@ class Augmented:
         return source.flatten(1), inside.unsqueeze(1)
 
 
+class FreshlyHidden(Augmented):
+    """The same, but regions like those that are missing are hidden of every second image, anew in every epoch."""
+
+    def __init__(self, versions: Versions, rows: Tensor, seed: int, *, shift: int, flip: bool) -> None:
+        super().__init__(versions, rows, seed, hide=False, shift=shift, flip=flip, cached=False)
+        self.observed = versions.data.observed[rows]
+        self.shape = missing.like(self.observed)
+        self.shown = self.observed.clone()
+
+    def begin(self, epoch: int) -> None:
+        """Draw moves and regions for one epoch."""
+        super().begin(epoch)
+        generator = torch.Generator(self.rows.device).manual_seed(self.seed * 1_000_003 + 900_000 + epoch)
+        less = missing.hide(self.observed, self.shape, generator=generator)
+        whole = torch.rand(len(self.rows), 1, 1, 1, generator=generator, device=self.rows.device) < 0.5
+        self.shown.copy_(torch.where(whole, self.observed, less))
+
+    def _images(self, virtual: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        return self.versions.data.at(virtual)[0], self.shown[indices]
+
+
 class Versions:
     """All training images, then all of them again for each share in `EXTRA`, which is hidden in addition.
 
     Args:
         data: the images.
         density: its MFAs of all versions are in `cached`, beside what is `usual` at each place; None if nobody asks.
+            An imputer may stand in its place.
+        chunk: how many images it sees at a time.
     """
 
-    def __init__(self, data: IncompleteImages, density: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        data: IncompleteImages,
+        density: Callable[[Tensor, Tensor], MFA | Tensor] | None = None,
+        chunk: int | None = None,
+    ) -> None:
         self.size = len(data)
         generator = torch.Generator().manual_seed(4)
         more = [missing.hide(data.observed, fraction=fraction, generator=generator) for fraction in EXTRA]
@@ -120,7 +152,7 @@ class Versions:
         images = data.images.repeat(len(EXTRA) + 1, 1, 1, 1)
         self.data = IncompleteImages(images, observed, data.filler)
         if density is not None:
-            self.cached = CachedMFA(density, self.data)
+            self.cached = CachedMFA(density, self.data, chunk)
             self.usual = _usual(data)
 
 

@@ -32,9 +32,18 @@ NEEDED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (*_WHAT, "method"),
         ("seed", "accuracy_incomplete", "accuracy_complete", "accuracy_validation", "epoch", "epochs", "seconds"),
     ),
+    "recipe": (
+        (*_WHAT, "method"),
+        (
+            "seed", "accuracy_incomplete", "accuracy_complete", "accuracy_validation", "nll", "ece", "abstention",
+            "epoch", "epochs", "seconds",
+        ),
+    ),
+    "transfer": ((*_WHAT, "method"), ("seed", "accuracy", "nll", "ece", "abstention")),
+    "share": ((*_WHAT, "method"), ("seed", "share", "accuracy", "nll", "ece", "abstention")),
     "density": ((*_WHAT, "density"), ("nll", "mse", "mse_per_pixel", "ssim", "exact", "images")),
     "fit": (_WHAT, ("seconds",)),
-}
+}  # fmt: skip
 
 Settings = JsonObject
 
@@ -57,11 +66,14 @@ def as_json(settings: Any) -> Settings:
 
 
 class Cache:
-    """A folder with records (JSON), densities, first layers of classifiers, and checkpoints of what is under way."""
+    """A folder with records (JSON), densities, classifiers or first layers, and checkpoints of what is under way."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        for place in (self.folder, *(self.folder / name for name in ("records", "densities", "layers", "running"))):
+        for place in (
+            self.folder,
+            *(self.folder / name for name in ("records", "densities", "layers", "networks", "running")),
+        ):
             try:
                 place.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, NotADirectoryError) as error:
@@ -111,6 +123,10 @@ class Cache:
     def layer(self, settings: Settings) -> Path:
         """Where the first layer of a classifier is kept."""
         return self.folder / "layers" / f"{_slug(settings)}-{key(settings)}.safetensors"
+
+    def network(self, settings: Settings) -> Path:
+        """Where a classifier is kept."""
+        return self.folder / "networks" / f"{_slug(settings)}-{key(settings)}.safetensors"
 
     def running(self, settings: Settings | list[Settings]) -> Path:
         """Where a training that is under way leaves its checkpoint; one of another format is not taken for it."""

@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ from misconv.paper.inputs import BYTE, CachedMFA, IncompleteImages, Take
 from misconv.paper.methods import Method, method_named
 from misconv.paper.networks import Classifier
 from misconv.paper.scores import Record
-from misconv.paper.settings import SETTINGS, SHAPES, VALIDATION, Settings
+from misconv.paper.settings import REGIONS, SETTINGS, VALIDATION, Settings
 from misconv.training import fit_density
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Experiment:
 
     Args:
         data: images and labels.
-        shape: of the missing regions, one of `SHAPES`.
+        shape: of the missing regions, one of `REGIONS`.
         cache: where finished units are kept.
         fabric: devices and precision; one process.
         settings: like those in `SETTINGS`, or None for the ones of this data set (of SVHN, if it is not there).
@@ -96,8 +96,8 @@ class Experiment:
         say: Callable[[str], None] = lambda line: None,
         filler: float = 0.0,
     ) -> None:
-        if shape not in SHAPES:
-            raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")
+        if shape not in REGIONS:
+            raise ValueError(f"shape must be one of {', '.join(REGIONS)}, got {shape!r}")
         self.data, self.shape, self.cache, self.fabric = data, shape, cache, fabric
         self.settings = settings or SETTINGS.get(data.name, SETTINGS["svhn"])
         self.progress, self.say, self.filler = progress, say, filler
@@ -109,6 +109,11 @@ class Experiment:
         self._complete: dict[str, IncompleteImages] = {}
         self._takes: dict[tuple[str, str], Take] = {}
 
+    def by(self, settings: Settings) -> Experiment:
+        """The same experiment with other settings."""
+        more: dict[str, Any] = {"progress": self.progress, "say": self.say, "filler": self.filler}
+        return Experiment(self.data, self.shape, self.cache, self.fabric, settings=settings, **more)
+
     # Data ------------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -118,17 +123,17 @@ class Experiment:
         check = 0
         for part in parts:
             check = zlib.crc32(part.numpy().tobytes(), check)
-        return {"dataset": self.data.name, "crc32": check, "shape": self.shape, "fraction": SHAPES[self.shape]}
+        return {"dataset": self.data.name, "crc32": check, "shape": self.shape, "fraction": REGIONS[self.shape]}
 
     @cached_property
     def train(self) -> IncompleteImages:
         """All training images; those of validation among them."""
-        return self._incomplete(self.data.train, 1)
+        return self.with_missing(self.data.train, 1)
 
     @cached_property
     def test(self) -> IncompleteImages:
         """The test images."""
-        return self._incomplete(self.data.test, 2)
+        return self.with_missing(self.data.test, 2)
 
     @cached_property
     def labels(self) -> tuple[Tensor, Tensor]:
@@ -143,11 +148,12 @@ class Experiment:
         held = round(VALIDATION * size)
         return order[held:], order[:held]
 
-    def _incomplete(self, images: Tensor, seed: int) -> IncompleteImages:
+    def with_missing(self, images: Tensor, seed: int, share: float | None = None) -> IncompleteImages:
+        """Images with regions of this experiment's shape missing, and of its share, if no other is given."""
         generator = torch.Generator().manual_seed(seed)
-        observed = getattr(missing, self.shape)(
-            len(images), *images.shape[2:], fraction=SHAPES[self.shape], generator=generator
-        )
+        fraction = REGIONS[self.shape] if share is None else share
+        draw = partial(missing.trapezoid, cut=True) if self.shape == "cut" else getattr(missing, self.shape)
+        observed = draw(len(images), *images.shape[2:], fraction=fraction, generator=generator)
         return IncompleteImages(images.to(self.device), observed.to(self.device), self.filler)
 
     # Densities -------------------------------------------------------------------------------------------------------
@@ -155,8 +161,8 @@ class Experiment:
     def density_settings(self, name: str, chosen: AnySettings | None = None) -> dict[str, Any]:
         """What makes a density what it is: "smfa", "dmfa", "acflow", or another name with settings chosen for it."""
         chosen = chosen or self.settings.density(name)
-        # One flow, which learns from complete images, serves all shapes.
-        shapes = {"shape": "any", "fraction": None} if isinstance(chosen, FlowSettings) else {}
+        # What learns from complete images serves all shapes.
+        shapes = {"shape": "any", "fraction": None} if _learns_from_complete(chosen) else {}
         return {**self.identity, **shapes, "density_kind": name, "density": as_json(chosen), "seed": 0}
 
     def density(self, name: str, chosen: AnySettings | None = None) -> nn.Module:
@@ -198,7 +204,7 @@ class Experiment:
             )  # fmt: skip
             seconds = time.perf_counter() - clock
         else:
-            images = self.whole("train") if isinstance(chosen, FlowSettings) else self.train
+            images = self.whole("train") if _learns_from_complete(chosen) else self.train
             job = job_of(density, chosen, images, self.fabric)
             (history,) = train(
                 [job], self.fabric, epochs=chosen.epochs, checkpoint=checkpoint, checkpoint_seconds=self.pause,
@@ -206,7 +212,7 @@ class Experiment:
             )  # fmt: skip
             seconds = job.seconds
         # The density last: where there is one, there is its record.
-        fitted = {**self._circumstances(), "shape": settings["shape"], "seconds": seconds, "history": history}
+        fitted = {**self.circumstances(), "shape": settings["shape"], "seconds": seconds, "history": history}
         self.cache.keep(settings, {"kind": "fit", **fitted})
         store.save(density.eval(), self.cache.density(settings))
         checkpoint.unlink(missing_ok=True)
@@ -226,7 +232,7 @@ class Experiment:
         measured = {each: value if math.isfinite(value) else None for each, value in figures.items()}
         seconds = {} if fitted is None else {"seconds": fitted["seconds"]}
         return self.cache.keep(
-            settings, {"kind": "density", **self._circumstances(), "density": TITLES[name], **measured, **seconds}
+            settings, {"kind": "density", **self.circumstances(), "density": TITLES[name], **measured, **seconds}
         )
 
     # Classifiers -----------------------------------------------------------------------------------------------------
@@ -250,14 +256,15 @@ class Experiment:
         seeds: Sequence[int],
         unit: Callable[[str, int], dict[str, Any]],
         train: Callable[[Sequence[tuple[str, int]]], None],
+        kind: str = "classification",
     ) -> list[Record]:
         """Of all names with all seeds, each of which is a unit; those that are not there are trained side by side."""
         wanted = [(name, seed) for name in names for seed in seeds]
-        todo = [each for each in wanted if self.cache.get(unit(*each), "classification") is None]
+        todo = [each for each in wanted if self.cache.get(unit(*each), kind) is None]
         limit = SIDE_BY_SIDE if self.device.type == "cuda" else max(len(seeds), 1)
         for start in range(0, len(todo), limit):
             train(todo[start : start + limit])
-        found = [self.cache.get(unit(*each), "classification") for each in wanted]
+        found = [self.cache.get(unit(*each), kind) for each in wanted]
         return [record for record in found if record is not None]
 
     def _train(self, units: Sequence[tuple[str, int]]) -> None:
@@ -312,7 +319,7 @@ class Experiment:
             right = [count_right(network, take, truth, self.device, 1000) for take in (incomplete, whole)]
         return {
             "kind": "classification",
-            **self._circumstances(),
+            **self.circumstances(),
             "method": trained.method.name,
             "seed": trained.seed,
             "accuracy_incomplete": right[0] / len(truth),
@@ -369,7 +376,8 @@ class Experiment:
         """A GPU ends an epoch in a second; a CPU takes long, and loses nothing by writing each."""
         return CHECKPOINT_SECONDS if self.device.type == "cuda" else 0.0
 
-    def _circumstances(self) -> dict[str, Any]:
+    def circumstances(self) -> dict[str, Any]:
+        """Where and with what a record was made."""
         return {
             "dataset": self.data.name,
             "title": self.data.title,
@@ -378,6 +386,10 @@ class Experiment:
             "versions": versions(self.device),
             "commit": commit(),
         }
+
+
+def _learns_from_complete(settings: AnySettings) -> bool:
+    return isinstance(settings, FlowSettings) or settings.complete
 
 
 def _at(take: Take, rows: Tensor) -> Take:

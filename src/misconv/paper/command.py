@@ -20,16 +20,18 @@ from misconv import data, store
 from misconv._store import check_output_folder, check_replaceable, read_json
 from misconv._train import one_device
 from misconv.bench import command as bench
-from misconv.paper import tables
+from misconv.paper import evidence, tables
 from misconv.paper.cache import Cache
 from misconv.paper.classification import Experiment
 from misconv.paper.densities import DensitySettings
 from misconv.paper.illustrate import check_drawable, illustrate
+from misconv.paper.letters import check_methods, quick_recipe, run_letter, shapes_of_table
 from misconv.paper.methods import TRAINED, method_named
 from misconv.paper.plus import PLUS, Recipe, run_plus, variants_of
 from misconv.paper.quality import SMALLEST, check_metrics
 from misconv.paper.scores import Record
-from misconv.paper.settings import SETTINGS, SHAPES, Settings
+from misconv.paper.settings import SETTINGS, Settings
+from misconv.paper.shares import draw_shares
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -38,10 +40,17 @@ __all__ = ["FIGURES", "TABLES", "Plan", "draw", "fabric_on", "prepare", "run", "
 
 T = TypeVar("T")
 
-FIGURES = "figures"
-TABLES = (*map(str, tables.NUMBERS), "ablation", FIGURES)
+FIGURES, FIGURE_A = "figures", "figure-A"
+TABLES = (*map(str, tables.NUMBERS), *evidence.LETTERS, "ablation", FIGURES)
 # The data sets and the methods of a table; those that are not here have the paper's three, and all.
-DATASETS: dict[str, tuple[str, ...]] = {"7": ("svhn",), "9": ("mnist",), "10": ()}
+DATASETS: dict[str, tuple[str, ...]] = {
+    "7": ("svhn",),
+    "9": ("mnist",),
+    "10": (),
+    "D": ("svhn", "cifar10"),
+    "E": ("mnist",),
+    FIGURE_A: ("svhn", "cifar10"),
+}
 USUAL = ("mnist", "svhn", "cifar10")
 SOME = {"6": ("misconv_smfa", "misconv_dmfa"), "8": ("mfa", "misconv_dmfa"), "ablation": ("misconv_dmfa",)}
 WITH_PLUS = ("1", "2", "9")
@@ -64,11 +73,13 @@ class Plan:
     device: str | None  # None: a GPU where there is one
     quick: bool
     plus: bool
+    methods: tuple[str, ...] = ()  # of a table of our own: those to train, all if none is named
 
     def file(self, kind: str) -> Path:
         """Where something of this table goes; a quick run, or one of other data, does not replace what took long."""
         names = tuple(images.name for images in self.images)
-        parts = ["table", self.table, *(names if names != DATASETS.get(self.table, USUAL) else ())]
+        named = [self.table] if self.table == FIGURE_A else ["table", self.table]
+        parts = [*named, *(names if names != DATASETS.get(self.table, USUAL) else ()), *self.methods]
         return self.folder / f"{'-'.join([*parts, *['quick'] * self.quick])}{kind}"
 
 
@@ -85,6 +96,7 @@ def prepare(
     device: str | None = None,
     quick: bool = False,
     plus: bool = True,
+    methods: Sequence[str] = (),
 ) -> Plan:
     """Check what was asked for and load the data; an error says what cannot be had, before any work.
 
@@ -97,24 +109,28 @@ def prepare(
         device: "cuda" or "cpu"; cuda where there is one if left out.
         quick: few images and epochs.
         plus: whether MisConv+ has a row.
+        methods: the rows of a table of our own that are to be trained, all if none is named.
     """
     if number not in TABLES:
         known = f"{', '.join(TABLES[:-1])} or {TABLES[-1]}"
         raise ValueError(f"the table must be {known}, got {number!r}; 3, 4 and 5 (generation) are not there yet")
     if number == "ablation" and not plus:
         raise ValueError("the ablation is of MisConv+, which --no-plus leaves out")
+    check_methods(number, methods)
     names = _names(number, datasets, files)
     if not 1 <= seeds <= MOST_SEEDS:
         raise ValueError(f"--seeds must be between 1 and {MOST_SEEDS}, got {seeds}")
     _check_device(device)
     folder = _folder(folder)
-    if number == "7":
+    if number == "7" or number in evidence.LETTERS:
         check_metrics()
     given: Sequence[str | Path | None] = files or [None] * len(names)
     images = [_load(number, name, file) for name, file in zip(names, given, strict=True)]
     if number == FIGURES:
         check_drawable(images)
-    plan = Plan(number, [_few(i) for i in images] if quick else images, seeds, folder, device, quick, plus)
+    plan = Plan(
+        number, [_few(i) for i in images] if quick else images, seeds, folder, device, quick, plus, tuple(methods)
+    )
     _check_files(plan)
     if number == "10" and not plan.file("-bench.json").exists():
         bench.choose(device, ["table10"], plan.file("-bench.json"))
@@ -140,6 +156,8 @@ def _check_files(plan: Plan) -> None:
     check_replaceable("--out", record, isinstance(content, dict) and content.keys() == {"records"})
     ours = text.is_file() and text.read_bytes()[:2] == b"# " and record.exists()
     check_replaceable("--out", text, ours)
+    if plan.table == FIGURE_A:
+        check_replaceable("--out", plan.file(".png"), record.exists())
 
 
 def _names(number: str, datasets: Sequence[str], files: Sequence[str | Path]) -> list[str]:
@@ -229,7 +247,7 @@ def _each(plan: Plan, work: Callable[[Experiment], list[T]], progress: bool, say
         found = []
         for images in plan.images:
             few = _quick_settings(images.name) if plan.quick else None
-            for shape in SHAPES if plan.table == "9" else ("square",):
+            for shape in shapes_of_table(plan.table):
                 found += work(Experiment(images, shape, cache, fabric, settings=few, progress=progress, say=say))
         return found
 
@@ -248,6 +266,9 @@ def _one_thread(device: torch.device) -> Iterator[None]:
 
 def _units(plan: Plan, experiment: Experiment) -> list[Record]:
     """The records of one data set with one shape."""
+    if plan.table in evidence.LETTERS:
+        shorter = quick_recipe(experiment.data.name, FEW_EPOCHS["classifier"]) if plan.quick else None
+        return run_letter(plan.table, experiment, shorter, plan.methods, range(plan.seeds))
     if plan.table == "7":
         return [experiment.quality(kind) for kind in ("smfa", "dmfa", "acflow")]
     seeds, methods = range(plan.seeds), SOME.get(plan.table, [method.name for method in TRAINED])
@@ -315,7 +336,7 @@ def _files_of(folder: Path) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        parts = ("records", "densities", "layers", "running", "table-10")
+        parts = ("records", "densities", "layers", "networks", "running", "table-10")
         if not any(str(folder / part) in str(error) for part in parts):
             raise
         made_again = "; move it away to have it made again" if str(error).startswith("cannot load") else ""
@@ -330,7 +351,12 @@ def table(plan: Plan, records: Sequence[Record]) -> tables.Table:
     names = [images.name for images in plan.images]
     if plan.table == "10":
         return tables.make(10, [], benchmark=records[0])  # which says by itself that it was quick
-    made = tables.ablation(records, names) if plan.table == "ablation" else tables.make(int(plan.table), records, names)
+    if plan.table in evidence.LETTERS:
+        made = evidence.make_letter(plan.table, records, names)
+    elif plan.table == "ablation":
+        made = tables.ablation(records, names)
+    else:
+        made = tables.make(int(plan.table), records, names)
     few = "A quick run with few images and epochs: these numbers mean nothing."
     return replace(made, notes=[*made.notes, few]) if plan.quick else made
 
@@ -340,4 +366,6 @@ def write(plan: Plan, made: tables.Table, records: Sequence[Record]) -> Path:
     content = json.dumps({"records": records}, indent=1, ensure_ascii=False)
     store.write_bytes(plan.file(".md"), f"# {made.heading}\n\n{made.markdown()}\n".encode())
     store.write_bytes(plan.file(".json"), f"{content}\n".encode())
+    if plan.table == FIGURE_A:
+        draw_shares(records, plan.file(".png"))
     return plan.file(".json")

@@ -8,14 +8,26 @@ the network says the same of every image from then on; so there is none here.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from misconv.functional import conv2d_moments
 from misconv.layers import MisConv2d, PartialConv2d
+from misconv.mfa import MFA
 
-__all__ = ["Classifier", "PartialReLU", "misconv_layer", "misconv_layer_with_mask", "partial_layer"]
+__all__ = [
+    "Classifier",
+    "DeviationReLU",
+    "PartialReLU",
+    "deviation_layer",
+    "misconv_layer",
+    "misconv_layer_with_mask",
+    "partial_layer",
+    "relu_moments",
+]
 
 WIDTH = 32  # of the first layer, in all networks
 
@@ -94,3 +106,48 @@ def _norm(width: int) -> nn.Module:
 
 def _down(width: int) -> nn.Module:
     return nn.Conv2d(width, width, 3, stride=2, padding=1)
+
+
+class DeviationReLU(MisConv2d):
+    """MisConv with ReLU, to which the standard deviation of the activation is added through a 1×1 convolution.
+
+    That convolution starts at zero, so that at first the layer is `MisConv2d`.
+    """
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__(channels, width, 3, padding=1, activation="relu")
+        self.mix = nn.Conv2d(width, width, 1, bias=False)
+        nn.init.zeros_(self.mix.weight)
+
+    def forward(self, p: MFA) -> Tensor:  # type: ignore[override]  # as in MisConv2d
+        """(B, O, H, W)."""
+        mean, variance = conv2d_moments(p, self.weight, self.bias, padding=1)
+        first, second = relu_moments(mean, variance)
+        weights = p.weights.view(*p.weights.shape, 1, 1, 1)
+        expected = (weights * first).sum(1)
+        spread = ((weights * second).sum(1) - expected.square()).clamp_min(0)
+        deviation = torch.where(spread > 1e-8, spread, 1).sqrt() * (spread > 1e-8)  # the root has no gradient at 0
+        out: Tensor = expected + self.mix(deviation)
+        return out
+
+
+def relu_moments(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """E[ReLU(Z)] and E[ReLU(Z)²] of normal Z: m Φ + s φ and (m² + s²) Φ + m s φ, at m / s.
+
+    Example:
+        >>> [round(float(t), 4) for t in relu_moments(torch.zeros(1), torch.ones(1))]  # 1 / √2π, 1 / 2
+        [0.3989, 0.5]
+    """
+    sure = variance <= 0
+    deviation = torch.where(sure, 1, variance).sqrt()
+    z = mean / deviation
+    below = torch.special.erfc(-z / math.sqrt(2)) / 2
+    density = (-z.square() / 2).exp() / math.sqrt(2 * math.pi)
+    first = torch.where(sure, mean.relu(), mean * below + deviation * density)
+    second = (mean.square() + deviation.square()) * below + mean * deviation * density
+    return first, torch.where(sure, mean.relu().square(), second)
+
+
+def deviation_layer(channels: int, width: int = WIDTH) -> nn.Module:
+    """MisConv with the deviation of its activation as a further input."""
+    return DeviationReLU(channels, width)

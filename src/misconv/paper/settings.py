@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from misconv.paper.densities import DensitySettings
 from misconv.paper.flows import FlowSettings
 
-__all__ = ["SETTINGS", "SHAPES", "VALIDATION", "ClassifierSettings", "Settings"]
+__all__ = ["REGIONS", "SETTINGS", "SHAPES", "VALIDATION", "ClassifierSettings", "Settings"]
 
 
 @dataclass(frozen=True)
@@ -65,4 +65,6 @@ SETTINGS: dict[str, Settings] = {
     ),
 }
 SHAPES = {"square": 1 / 4, "trapezoid": 1 / 2, "noise": 3 / 4}  # and how much of an image is missing
+# What may be missing in an experiment. The paper's trapezoids may have been one side of a slanted cut.
+REGIONS = {**SHAPES, "cut": 1 / 2}
 VALIDATION = 0.1

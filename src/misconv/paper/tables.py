@@ -15,7 +15,21 @@ from misconv.paper.methods import METHODS, OURS
 from misconv.paper.printed import TITLES
 from misconv.paper.scores import Record, Scores, margin, margins, of, of_method, scores, title_of
 
-__all__ = ["EVERYTHING", "NOT_YET", "NUMBERS", "PAPER", "Table", "ablation", "make"]
+__all__ = [
+    "EVERYTHING",
+    "NOTHING",
+    "NOT_YET",
+    "NUMBERS",
+    "PAPER",
+    "Table",
+    "ablation",
+    "as_number",
+    "cells_of",
+    "datasets_of",
+    "make",
+    "over_seeds",
+    "seed_count",
+]
 
 NUMBERS = (1, 2, 6, 7, 8, 9, 10)
 SHAPES = ("square", "trapezoid", "noise")
@@ -36,7 +50,7 @@ class Table:
     The best cells are bold as in markdown, `**.926**`; the first `text` columns are words, the others numbers.
     """
 
-    number: int | None
+    number: int | str | None
     title: str
     columns: list[str]
     rows: list[list[str]]
@@ -93,25 +107,25 @@ def make(
 def ablation(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
     """What the ingredients of MisConv+ are worth: every row is trained again, and compared with the whole by seed."""
     mine = of(records, kind="ablation", shape="square")
-    chosen = _datasets(mine, datasets)
+    chosen = datasets_of(mine, datasets)
     rows = {variant: [variant] for variant in _variants(mine)}
     columns, counts = ["variant"], []
     for dataset in chosen:
         found = {variant: scores(mine, dataset=dataset, variant=variant) for variant in rows}
         chosen_by = {v: scores(mine, "accuracy_validation", dataset=dataset, variant=v) for v in rows}
         title, whole = title_of(mine, dataset), found.get(EVERYTHING, {})
-        counts.append((title, _count(found)))
+        counts.append((title, seed_count(found)))
         columns += [f"{title}: validation", f"{title}: test", f"{title}: points against {EVERYTHING}"]
-        for variant, cell in _cells(found).items():
+        for variant, cell in cells_of(found).items():
             known = variant != EVERYTHING and whole and found[variant]
             against = margin(variant, found[variant], EVERYTHING, whole) if known else None
             points = (
                 against.difference + (f" ({against.chance})" if against.p is not None else "") if against else NOTHING
             )
             seen = chosen_by[variant].values()
-            rows[variant] += [_number(fmean(seen)) if seen else NOTHING, cell, points]
+            rows[variant] += [as_number(fmean(seen)) if seen else NOTHING, cell, points]
     notes = [
-        f"Accuracy on incomplete images, of validation (the mean) and of the test. {_over(counts)}.",
+        f"Accuracy on incomplete images, of validation (the mean) and of the test. {over_seeds(counts)}.",
         f"“{EVERYTHING}” is MisConv+ as a whole. Points are paired by seed, p is that of the paired t-test.",
     ]
     return Table(None, "What the ingredients of MisConv+ are worth", columns, list(rows.values()), notes)
@@ -135,7 +149,7 @@ def _accuracy(number: int, records: Sequence[Record], datasets: Sequence[str] | 
     mine = of(records, kind="classification", shape="square")
     images = "incomplete" if number == 1 else "complete"
     groups = []
-    for dataset in _datasets(mine, datasets):
+    for dataset in datasets_of(mine, datasets):
         title = title_of(mine, dataset)
         numbers = printed.incomplete(dataset) if number == 1 else printed.TABLE2.get(dataset, {})
         heads = (TITLES.get(dataset, dataset) + FROM, _here(title))
@@ -173,10 +187,10 @@ def _methods(
     ahead, counts = [], []
     for g in groups:
         found = {m: of_method(records, g.dataset, g.shape, m, key) for m in rows}
-        counts.append((g.title, _count(found)))
-        for method, cell in _cells(found, apart=apart).items():
+        counts.append((g.title, seed_count(found)))
+        for method, cell in cells_of(found, apart=apart).items():
             follows = method == "acflow" and cell == NOTHING
-            rows[method] += [_number(g.printed.get(method)), NOT_YET if follows else cell]
+            rows[method] += [as_number(g.printed.get(method)), NOT_YET if follows else cell]
         ahead += [f"{g.title}, {each}." for each in margins(records, g.dataset, g.shape, key)]
         if number == 1 and g.dataset == "cifar10" and found["gt"]:
             bound = fmean(found["gt"].values())
@@ -184,7 +198,7 @@ def _methods(
             ahead += [f"{g.title}, {name}: {fmean(s.values()) / bound:.3f} × GT." for name, s in ours]
     if not of(records, method="misconv_plus"):  # nobody asked for it, and the paper does not have it
         del rows["misconv_plus"]
-    notes = [f"{_over(counts)}. {STARS}", *told]
+    notes = [f"{over_seeds(counts)}. {STARS}", *told]
     if ahead:
         notes += [
             "Compared with the baseline of the best mean, seed by seed; p of the two-sided paired t-test.",
@@ -204,21 +218,21 @@ def _two(number: int, records: Sequence[Record], datasets: Sequence[str] | None)
     )
     first, second = numbers["mnist"]
     rows, notes, counts = [], [], []
-    for dataset in _datasets(mine, datasets):
+    for dataset in datasets_of(mine, datasets):
         title, paper = title_of(mine, dataset), numbers.get(dataset, {})
         found = {m: of_method(mine, dataset, "square", m) for m in (first, second)}
-        counts.append((title, _count(found)))
-        rows.append([title, *(cell for m, ours in _cells(found).items() for cell in (_number(paper.get(m)), ours))])
+        counts.append((title, seed_count(found)))
+        rows.append([title, *(cell for m, ours in cells_of(found).items() for cell in (as_number(paper.get(m)), ours))])
         if all(found.values()):
             notes.append(f"{title}, {margin(second, found[second], first, found[first])}.")
     columns = ["data set", *(head for name in names for head in (name + FROM, _here(name)))]
-    notes.insert(0, f"Accuracy on incomplete test images. {_over(counts)}.")
+    notes.insert(0, f"Accuracy on incomplete test images. {over_seeds(counts)}.")
     return _shown(Table(number, what, columns, rows, notes))
 
 
 def _quality(records: Sequence[Record], datasets: Sequence[str] | None) -> Table:
     mine = of(records, kind="density", shape="square")
-    chosen = _datasets(mine, datasets, ("svhn",))
+    chosen = datasets_of(mine, datasets, ("svhn",))
     rows: list[list[str]] = []
     counts = []
     for dataset in chosen:
@@ -227,8 +241,8 @@ def _quality(records: Sequence[Record], datasets: Sequence[str] | None) -> Table
         block = {name: [title, f"{name} *" if name == FLOW else name] for name in names}
         for measure, (_, digits, better) in MEASURES.items():
             found = {name: scores(mine, measure, dataset=dataset, density=name) for name in names}
-            for name, cell in _cells(found, digits, better, apart=(FLOW,)).items():
-                block[name] += [_number(numbers.get(name, {}).get(measure), 2), cell]
+            for name, cell in cells_of(found, digits, better, apart=(FLOW,)).items():
+                block[name] += [as_number(numbers.get(name, {}).get(measure), 2), cell]
         rows += block.values()
         images = {r["images"] for r in of(mine, dataset=dataset) if r.get("images")}
         counts += [f"{title}: {int(n):,}" for n in sorted(images)]
@@ -270,7 +284,7 @@ def _times(benchmark: Mapping[str, Any] | None) -> Table:
 # Records -----------------------------------------------------------------------------------------------------------
 
 
-def _datasets(records: Sequence[Record], asked: Sequence[str] | None, paper: Iterable[str] = TITLES) -> list[str]:
+def datasets_of(records: Sequence[Record], asked: Sequence[str] | None, paper: Iterable[str] = TITLES) -> list[str]:
     """Those asked for, else those with records, the paper's first."""
     known = {r["dataset"]: None for r in records}
     return list(asked or sorted(known, key=lambda name: [*TITLES, name].index(name)) or paper)
@@ -285,12 +299,12 @@ def _variants(records: Sequence[Record]) -> list[str]:
 # Words -------------------------------------------------------------------------------------------------------------
 
 
-def _number(value: float | None, digits: int = 3) -> str:
+def as_number(value: float | None, digits: int = 3) -> str:
     """In the paper's tables and ours alike: .926, −1127.71."""
     return NOTHING if value is None else f"{value:.{digits}f}".removeprefix("0").replace("-", "−")
 
 
-def _cells(
+def cells_of(
     found: Mapping[str, Scores],
     digits: int = 3,
     better: Callable[[Iterable[float]], float] = max,
@@ -302,19 +316,20 @@ def _cells(
     best = better(rivals) if len(rivals) > 1 else None
     cells = {}
     for name, s in found.items():
-        spread = f" ± {_number(stdev(s.values()), digits)}" if len(s) > 1 else ""
-        cell = _number(means.get(name), digits) + spread
+        spread = f" ± {as_number(stdev(s.values()), digits)}" if len(s) > 1 else ""
+        cell = as_number(means.get(name), digits) + spread
         bold = name in means and name not in apart and round(means[name], digits) == best
         cells[name] = f"**{cell}**" if bold else cell
     return cells
 
 
-def _count(found: Mapping[str, Scores]) -> str:
+def seed_count(found: Mapping[str, Scores]) -> str:
+    """How many seeds the rows have."""
     counts = [len(s) for s in found.values() if s] or [0]
     return f"{min(counts)} to {max(counts)}" if max(counts) > min(counts) else str(min(counts))
 
 
-def _over(counts: Sequence[tuple[str, str]]) -> str:
+def over_seeds(counts: Sequence[tuple[str, str]]) -> str:
     """Mean and spread, and over how many seeds."""
     seeds = f"{counts[0][1]} seed{'s' * (counts[0][1] != '1')}"
     if len({count for _, count in counts}) > 1:

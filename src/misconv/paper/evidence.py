@@ -1,0 +1,262 @@
+"""Tables of our own, which have letters: every claim against the strongest alternative.
+
+Differences are paired by seed; their p is that of the two-sided paired t-test, corrected by Holm's method for as many
+comparisons as one data set has in the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from misconv.paper import printed
+from misconv.paper.densities import ALL_SHAPES
+from misconv.paper.measures import MEASURES
+from misconv.paper.methods import BY_NAME
+from misconv.paper.rows import BY_ROW, ROWS
+from misconv.paper.scores import Margin, Record, Scores, holm, margin, of, scores, title_of
+from misconv.paper.shares import SHARES
+from misconv.paper.tables import (
+    NOT_YET,
+    NOTHING,
+    Table,
+    as_number,
+    cells_of,
+    datasets_of,
+    over_seeds,
+    seed_count,
+)
+from misconv.paper.transfer import WAYS
+from misconv.paper.variants import VARIANTS, WHOLE
+
+__all__ = [
+    "LETTERS",
+    "coding",
+    "comparisons",
+    "ingredients",
+    "make_letter",
+    "objectives",
+    "recipe",
+    "shares",
+    "slanted",
+    "transfer",
+]
+
+OURS = "misconv"
+HOLM = "p of the two-sided paired t-test over seeds, corrected by Holm's method for the comparisons of a data set."
+LETTERS = ("A", "B", "C", "D", "E", "F", "figure-A")
+
+
+def make_letter(letter: str, records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
+    """The table of that letter; "figure-A" is what the figure draws."""
+    made = {"A": transfer, "B": recipe, "C": ingredients, "D": coding, "E": slanted, "F": objectives}
+    return {**made, "figure-A": shares}[letter](records, datasets)
+
+
+def comparisons(found: Mapping[str, Scores], ours: str, apart: Sequence[str] = ()) -> dict[str, Margin]:
+    """How far `ours` is ahead of every other one, with p corrected by Holm's method."""
+    if not found.get(ours):
+        return {}
+    others = [name for name, known in found.items() if name != ours and name not in apart and known]
+    ahead = holm([margin(ours, found[ours], name, found[name]) for name in others])
+    return dict(zip(others, ahead, strict=True))
+
+
+def _points(ahead: Margin | None) -> str:
+    if ahead is None:
+        return NOTHING
+    return ahead.difference + (f" ({ahead.chance})" if ahead.p is not None else "")
+
+
+# A: no retraining ----------------------------------------------------------------------------------------------------
+
+
+def transfer(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
+    """Table A."""
+    mine = of(records, kind="transfer")
+    titles = {way.name: way.title for way in WAYS}
+    rows: list[list[str]] = []
+    counts, ahead = [], []
+    for dataset in datasets_of(mine, datasets):
+        title = title_of(mine, dataset)
+        for shape in ALL_SHAPES:
+            here = of(mine, dataset=dataset, shape=shape)
+            if not here:
+                continue
+            block = {name: [title, shape, titles[name]] for name in titles}
+            for measure, (_, digits, better) in MEASURES.items():
+                found = {name: scores(here, measure, method=name) for name in titles}
+                for name, cell in cells_of(found, digits, better).items():
+                    block[name].append(NOT_YET if cell == NOTHING else cell)
+            rows += block.values()
+            found = {name: scores(here, "accuracy", method=name) for name in titles}
+            counts.append((f"{title}, {shape}", seed_count(found)))
+            ahead += [(f"{title}, {shape}", each) for each in _against(found, ("misconv", "samples", "draws"), "mfa")]
+    notes = [f"{over_seeds(counts)}. {_MEASURED}"] if counts else [NOT_YET]
+    corrected = holm([each for _, each in ahead])
+    notes += [
+        f"{place}: {replace(each, method=titles[each.method], baseline=titles[each.baseline])}."
+        for (place, _), each in zip(ahead, corrected, strict=True)
+    ]
+    if ahead:
+        notes.append("p of the two-sided paired t-test over seeds, corrected by Holm's method for all of these.")
+    columns = ["data set", "missing", "method", *(head for head, *_ in MEASURES.values())]
+    return Table("A", "Networks trained on complete images meet incomplete ones", columns, rows, notes, text=3)
+
+
+_MEASURED = (
+    "NLL in nats; ECE: expected calibration error; abstention: area under the risk–coverage curve, the share of errors "
+    "among the most confident answers, averaged over how many of them are given. Lower is better in all three."
+)
+
+
+def _against(found: Mapping[str, Scores], ours: Sequence[str], other: str) -> list[Margin]:
+    return [margin(name, found[name], other, found[other]) for name in ours if found[name] and found[other]]
+
+
+# B: one recipe for all -----------------------------------------------------------------------------------------------
+
+
+def recipe(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
+    """Table B."""
+    mine = of(records, kind="recipe", shape="square")
+    shown = [row for row in ROWS if not row.extra]
+    rows = {row.name: [row.starred] for row in shown}
+    apart = [row.name for row in shown if row.complete]
+    columns, counts = ["method"], []
+    keys = {"accuracy_incomplete": "accuracy", "accuracy_complete": "on complete images"}
+    keys |= {name: MEASURES[name][0] for name in ("nll", "ece", "abstention")}
+    for dataset in datasets_of(mine, datasets):
+        title = title_of(mine, dataset)
+        columns += [f"{title}: {head}" for head in (*keys.values(), f"points of {BY_ROW[OURS].title}")]
+        for key in keys:
+            better, digits = (max, 3) if key.startswith("accuracy") else (min, 3)
+            found = {name: scores(mine, key, dataset=dataset, method=name) for name in rows}
+            hidden = {name: {} if name in apart and key != "accuracy_complete" else s for name, s in found.items()}
+            for name, cell in cells_of(hidden, digits, better, apart=apart).items():
+                rows[name].append(NOT_YET if cell == NOTHING and not found[name] else cell)
+        found = {name: scores(mine, dataset=dataset, method=name) for name in rows}
+        counts.append((title, seed_count(found)))
+        ahead = comparisons(found, OURS, apart)
+        for name, cells in rows.items():
+            cells.append(_points(ahead.get(name)))
+    notes = [f"{over_seeds(counts)}. {_MEASURED}"] if counts else [NOT_YET]
+    notes += [
+        f"Points: how far the accuracy of {BY_ROW[OURS].title} on incomplete images is ahead of the row. {HOLM}",
+        "* trained and tested on complete images.",
+    ]
+    return Table("B", "One recipe for all", columns, list(rows.values()), notes)
+
+
+# C: ingredients ------------------------------------------------------------------------------------------------------
+
+
+def ingredients(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
+    """Table C."""
+    mine = of(records, kind="ingredient", shape="square")
+    rows = {name: [name] for name in VARIANTS}
+    columns, counts = ["variant"], []
+    for dataset in datasets_of(mine, datasets):
+        title = title_of(mine, dataset)
+        columns += [f"{title}: {head}" for head in ("validation", "test", f"points against {WHOLE}")]
+        found = {name: scores(mine, dataset=dataset, variant=name) for name in rows}
+        counts.append((title, seed_count(found)))
+        whole = found[WHOLE]
+        known = [name for name in rows if name != WHOLE and found[name] and whole]
+        against = holm([margin(name, found[name], WHOLE, whole) for name in known])
+        ahead = dict(zip(known, against, strict=True))
+        for name, cell in cells_of(found).items():
+            seen = scores(mine, "accuracy_validation", dataset=dataset, variant=name).values()
+            chosen = as_number(fmean(seen)) if seen else NOT_YET
+            rows[name] += [chosen, NOT_YET if cell == NOTHING else cell, _points(ahead.get(name))]
+    notes = [f"Accuracy on incomplete images. {over_seeds(counts)}. {HOLM}"] if counts else [NOT_YET]
+    return Table("C", "What the ingredients of the recipe are worth", columns, list(rows.values()), notes)
+
+
+# D: the paper explained ----------------------------------------------------------------------------------------------
+
+
+def coding(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
+    """Table D."""
+    mine = of(records, kind="coding", shape="square")
+    rows, ahead, counts = [], [], []
+    for dataset in datasets_of(mine, datasets, ("svhn", "cifar10")):
+        title, paper = title_of(mine, dataset), printed.incomplete(dataset)
+        for method in ("mask", "partial", "misconv_smfa"):
+            found = {c: scores(mine, dataset=dataset, method=method, coding=c) for c in ("wrong", "right")}
+            cells = [NOT_YET if cell == NOTHING else cell.replace("**", "") for cell in cells_of(found).values()]
+            rows.append([title, BY_NAME[method].title, as_number(paper.get(method)), *cells])
+            place = f"{title}, {BY_NAME[method].title}"
+            counts.append((place, seed_count(found)))
+            if all(found.values()):
+                ahead.append((place, margin("coded −1", found["wrong"], "coded right", found["right"])))
+    corrected = holm([each for _, each in ahead])
+    told = [f"{place}, {each}." for (place, _), each in zip(ahead, corrected, strict=True)]
+    heads = ["data set", "method", "printed in the paper", "coded −1 in training, 0 in the test", "coded right"]
+    top = f"Accuracy on incomplete test images. {over_seeds(counts)}. p corrected by Holm's method for all of these."
+    return Table("D", "Why three methods collapse in the paper", heads, rows, [top, *told], text=2)
+
+
+def slanted(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
+    """Table E."""
+    mine = of(records, kind="slanted")
+    rows, counts = [], []
+    for dataset in datasets_of(mine, datasets, ("mnist",)):
+        title, paper = title_of(mine, dataset), printed.TABLE9.get(dataset, {}).get("trapezoid", {})
+        known = dict.fromkeys(r["method"] for r in of(mine, dataset=dataset))
+        by_shape = {
+            shape: {name: scores(mine, dataset=dataset, method=name, shape=shape) for name in known}
+            for shape in ("trapezoid", "cut")
+        }
+        counts += [(f"{title}, {shape}", seed_count(found)) for shape, found in by_shape.items()]
+        cells = [cells_of(found) for found in by_shape.values()]
+        for name in known:
+            rows.append([title, BY_NAME[name].title, as_number(paper.get(name)), *(each[name] for each in cells)])
+    heads = ["data set", "method", "printed in the paper", "from edge to edge, anywhere", "one side of a slanted cut"]
+    notes = [f"Accuracy on incomplete test images. {over_seeds(counts)}."] if counts else [NOT_YET]
+    return Table("E", "Which trapezoids the paper may have had", heads, rows, notes, text=2)
+
+
+# F: the paper's densities by two objectives --------------------------------------------------------------------------
+
+
+def objectives(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
+    """Table F."""
+    mine = of(records, kind="objective", shape="square")
+    names = {"mfa": "MFA imputation", "misconv_dmfa": "MisConv"}
+    rows, ahead, counts = [], [], []
+    for dataset in datasets_of(mine, datasets):
+        title = title_of(mine, dataset)
+        for objective, what in (("paper", "the paper's"), ("ours", "ours")):
+            found = {m: scores(mine, dataset=dataset, method=m, objective=objective) for m in names}
+            counts.append((f"{title}, {what}", seed_count(found)))
+            rows.append([title, what, *(NOT_YET if cell == NOTHING else cell for cell in cells_of(found).values())])
+            if all(found.values()):
+                ahead.append((f"{title}, {what}", margin("misconv_dmfa", found["misconv_dmfa"], "mfa", found["mfa"])))
+    corrected = holm([each for _, each in ahead])
+    notes = [f"Accuracy on incomplete test images. {over_seeds(counts)}."]
+    notes += [f"{place}: {each}." for (place, _), each in zip(ahead, corrected, strict=True)]
+    notes += ["p corrected by Holm's method for all of these."] if ahead else []
+    heads = ["data set", "objective", *names.values()]
+    return Table("F", "The paper's densities, by its objective and by ours", heads, rows, notes, text=2)
+
+
+# Figure A: by how much is missing ------------------------------------------------------------------------------------
+
+
+def shares(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
+    """What Figure A draws."""
+    mine = of(records, kind="share")
+    rows = []
+    for dataset in datasets_of(mine, datasets, ("svhn", "cifar10")):
+        for name in dict.fromkeys(r["method"] for r in of(mine, dataset=dataset)):
+            for measure in ("accuracy", "nll", "abstention"):
+                found = [scores(mine, measure, dataset=dataset, method=name, share=share) for share in SHARES]
+                cells = [as_number(fmean(s.values())) if s else NOT_YET for s in found]
+                rows.append([title_of(mine, dataset), BY_ROW[name].title, MEASURES[measure][0], *cells])
+    columns = ["data set", "method", "measure", *(f"{share:.0%}" for share in SHARES)]
+    seeds = len({r["seed"] for r in mine})
+    notes = [f"Means over {seeds} seeds. {_MEASURED}"] if rows else [NOT_YET]
+    notes.append("The networks are those of Table B, trained with a quarter of every image missing.")
+    return Table(None, "Figure A: by how much is missing", columns, rows, notes, text=3)

@@ -1,0 +1,357 @@
+"""One recipe for all: every method is trained as MisConv+ is, so that rows differ by how missing pixels are treated.
+
+The recipe: images are shifted (and flipped where that keeps their meaning), more is hidden of every second one, the
+learning rate falls along a cosine. `UNetDMFA`, trained as `misconv.fit_density` trains it, is the density of MFA
+imputation, MisConv and sampled completions. The classifier is the paper's from its second layer on.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from misconv import store
+from misconv._train import Job, classifier_job, cosine_schedule, train
+from misconv.mfa import MFA
+from misconv.paper import splitting
+from misconv.paper.augment import EXTRA, Augmented, FreshlyHidden, Versions
+from misconv.paper.cache import as_json
+from misconv.paper.classification import Experiment
+from misconv.paper.completions import SAMPLES, Sampled
+from misconv.paper.densities import DensitySettings
+from misconv.paper.inputs import CachedMFA, IncompleteImages, Take, point
+from misconv.paper.measures import log_probabilities, measures
+from misconv.paper.methods import method_named
+from misconv.paper.networks import deviation_layer
+from misconv.paper.rows import Row, row_named
+from misconv.paper.scores import Record
+from misconv.paper.settings import VALIDATION
+from misconv.paper.splitting import SplittingSettings
+from misconv.paper.supmiwae import SupMIWAE, SupMIWAESettings
+
+__all__ = ["RECIPES", "Joint", "RecipeSettings", "Runs", "Work"]
+
+CHUNK = 1024  # images that a density sees at a time
+JUDGED = 4  # completions of every validation image
+SUPMIWAE, SPLITTING = SupMIWAESettings(), SplittingSettings()
+
+
+@dataclass(frozen=True)
+class RecipeSettings:
+    """The recipe.
+
+    Args:
+        epochs, batch_size, learning_rate: of the classifier, with a cosine schedule.
+        shift, flip, hide: the augmentation, see `misconv.paper.augment.Augmented`.
+        density: of all rows that have one.
+        tuned: how many more epochs train the density as well. tuned_learning_rate: in these epochs.
+        density_learning_rate_scale: what the density's learning rate is multiplied by in these epochs.
+        deviation: whether the first layer of MisConv has the deviation of its activation as a further input.
+        supmiwae, splitting: of the rows of these names.
+    """
+
+    epochs: int
+    shift: int
+    density: DensitySettings
+    flip: bool = False
+    hide: bool = True
+    batch_size: int = 128
+    learning_rate: float = 2e-3
+    tuned: int = 0
+    tuned_learning_rate: float = 2e-4
+    density_learning_rate_scale: float = 0.1
+    deviation: bool = False
+    supmiwae: SupMIWAESettings = SUPMIWAE
+    splitting: SplittingSettings = SPLITTING
+
+
+# As `misconv.fit_density` trains it; regions are hidden like those that are missing.
+DENSITY = DensitySettings(
+    "UNetDMFA", rank=4, widths=(32, 48, 64, 96, 96), depths=(1, 1, 2, 2, 2), epochs=20, batch_size=128,
+    learning_rates=(2e-3,), objective="joint+marginal+mean", clip=1.0, shapes="like",
+)  # fmt: skip
+RECIPES: dict[str, RecipeSettings] = {
+    "mnist": RecipeSettings(epochs=15, shift=2, density=DENSITY),
+    "svhn": RecipeSettings(epochs=15, shift=3, density=DENSITY),
+    "cifar10": RecipeSettings(epochs=20, shift=4, flip=True, density=DENSITY),
+    # A pixel of these is an eighth of the image, and so are shifts.
+    "digits": RecipeSettings(
+        epochs=15, shift=0, batch_size=32,
+        density=replace(DENSITY, widths=(16, 24, 32), depths=(1, 1, 1), patch=1, epochs=60, batch_size=32),
+        supmiwae=SupMIWAESettings(width=16, steps=2, latent=16),
+        splitting=SplittingSettings(widths=(16, 32), batch_size=32),
+    ),
+}  # fmt: skip
+
+
+class Joint(nn.Module):
+    """A density and the network that follows it, which learn together; incomplete images go in.
+
+    Args:
+        density: (x, observed) -> MFA. network: takes what `form` makes of that.
+    """
+
+    def __init__(self, density: nn.Module, network: nn.Module, form: Callable[[MFA], MFA]) -> None:
+        super().__init__()
+        self.density, self.network, self.form = density, network, form
+
+    def forward(self, x: Tensor, observed: Tensor) -> Tensor:
+        """Logits."""
+        out: Tensor = self.network(self.form(self.density(x, observed)))
+        return out
+
+
+@dataclass
+class Work:
+    """A row with a seed, on its way."""
+
+    row: Row
+    seed: int
+    settings: dict[str, Any]  # of its unit
+    network: nn.Module
+    history: list[dict[str, float]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def source(self) -> str:
+        """What the network is given: images, once a density is part of it."""
+        return "images" if isinstance(self.network, Joint) else self.row.source
+
+
+class Runs:
+    """The rows of one experiment by one recipe: trained once, kept, and loaded again.
+
+    Args:
+        experiment: data, missing regions, and where finished work is kept.
+        recipe: by default that of the data set (of SVHN, if it has none).
+    """
+
+    def __init__(self, experiment: Experiment, recipe: RecipeSettings | None = None) -> None:
+        self.experiment = experiment
+        self.recipe = recipe or RECIPES.get(experiment.data.name, RECIPES["svhn"])
+        self._fills: dict[str, Callable[[Tensor, Tensor], Any]] = {}
+        self._versions: dict[tuple[str, bool], Versions] = {}
+
+    # Units -----------------------------------------------------------------------------------------------------------
+
+    def unit(self, name: str, seed: int) -> dict[str, Any]:
+        """What makes a row with a seed what it is; settings of other rows do not."""
+        row, recipe = row_named(name), as_json(self.recipe)
+        needed = {
+            "density": row.source == "density", "tuned": row.source == "density",
+            "tuned_learning_rate": self._is_tuned(row), "density_learning_rate_scale": self._is_tuned(row),
+            "deviation": name == "misconv", "hide": not row.complete, "supmiwae": row.marginal,
+            "splitting": row.source == "splitting",
+        }  # fmt: skip
+        known = {key: value for key, value in recipe.items() if needed.get(key, True)}
+        known |= {"classifier": self.experiment.settings.classifier.kind, "extra": list(EXTRA), "samples": SAMPLES}
+        if row.source == "knn":
+            known |= method_named("knn").settings
+        common = {"method": name, "seed": seed, "validation": VALIDATION, "recipe": known}
+        # A network that sees complete images alone is the same for all shapes; but it is tested on some.
+        return {**self.experiment.identity, **common}
+
+    def run(self, names: Sequence[str], seeds: Sequence[int]) -> list[Record]:
+        """The records of all rows with all seeds; those that are not there yet are trained, side by side."""
+        return self.experiment.records(names, seeds, self.unit, self._train, "recipe")
+
+    def known(self, names: Sequence[str], seeds: Sequence[int]) -> list[Record]:
+        """The records that are there."""
+        found = (self.experiment.cache.get(self.unit(name, seed), "recipe") for name in names for seed in seeds)
+        return [record for record in found if record is not None]
+
+    def networks(self, names: Sequence[str], seeds: Sequence[int]) -> dict[tuple[str, int], Work]:
+        """The trained networks of all rows with all seeds; those whose file is not there are trained again."""
+        self.run(names, seeds)
+        wanted = [(name, seed) for name in names for seed in seeds]
+        lost = [each for each in wanted if not self.experiment.cache.network(self.unit(*each)).exists()]
+        if lost:
+            self._train(lost)
+        return {each: self._load(*each) for each in wanted}
+
+    def _load(self, name: str, seed: int) -> Work:
+        work = self._work(name, seed)
+        if self._is_tuned(work.row) and bool((self.experiment.cache.get(work.settings) or {}).get("joint")):
+            work.network = self._joint(work)
+        store.load(self.experiment.cache.network(work.settings), into=work.network)
+        work.network.to(self.experiment.device).eval()
+        return work
+
+    # What networks are given -----------------------------------------------------------------------------------------
+
+    def given(self, work: Work, data: IncompleteImages, said: dict[str, CachedMFA]) -> Take:
+        """How a network is given some images; `said` keeps what sources say of them, for other networks."""
+        if work.source == "images":
+            return data.at if isinstance(work.network, Joint) else _formed(work.row, data.at)
+        if bool(data.observed.all()):
+            return _formed(work.row, lambda rows: point(data.at(rows)[0]))
+        if work.source not in said:
+            said[work.source] = CachedMFA(self.fill(work.source), data, CHUNK)
+        return _formed(work.row, said[work.source])
+
+    def fill(self, source: str) -> Callable[[Tensor, Tensor], Any]:
+        """What fills missing pixels in, or says what they may be, learned from incomplete training images."""
+        if source not in self._fills:
+            if source == "density":
+                self._fills[source] = self.experiment.density("unet", self.recipe.density)
+            elif source == "splitting":
+                self._fills[source] = splitting.inpainter(self.experiment, self.recipe.splitting)
+            else:
+                fit = method_named(source).fit_imputer
+                assert fit is not None
+                self._fills[source] = fit(*self.experiment.train.at(self.experiment.split[0]))
+        return self._fills[source]
+
+    def versions(self, source: str, complete: bool) -> Versions:
+        """The training images with more and more hidden, and what the source says of them."""
+        if (source, complete) not in self._versions:
+            data = self.experiment.whole("train") if complete else self.experiment.train
+            self._versions[source, complete] = Versions(data, None if source == "images" else self.fill(source), CHUNK)
+        return self._versions[source, complete]
+
+    # Training --------------------------------------------------------------------------------------------------------
+
+    def _is_tuned(self, row: Row) -> bool:
+        return bool(self.recipe.tuned) and row.source == "density"
+
+    def _work(self, name: str, seed: int) -> Work:
+        row, experiment = row_named(name), self.experiment
+        first = deviation_layer if self.recipe.deviation and name == "misconv" else row.first_layer
+        network = experiment.network(first, experiment.settings.classifier.kind, seed)
+        if row.draw is not None:
+            network = Sampled(network, row.draw, JUDGED)
+        if row.marginal:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                network = SupMIWAE(network, experiment.data.shape, self.recipe.supmiwae, JUDGED).to(experiment.device)
+        return Work(row, seed, self.unit(name, seed), network)
+
+    def _joint(self, work: Work) -> Joint:
+        density = copy.deepcopy(self.experiment.density("unet", self.recipe.density)).requires_grad_(True)
+        return Joint(density, copy.deepcopy(work.network), work.row.form)
+
+    def _train(self, units: Sequence[tuple[str, int]]) -> None:
+        experiment, works = self.experiment, [self._work(*each) for each in units]
+        titles = ", ".join(dict.fromkeys(work.row.title for work in works))
+        experiment.say(f"{experiment.data.title}, {experiment.shape}: training {titles}; {len(works)} side by side")
+        checkpoints = [self._stage(works, self.recipe.epochs)]
+        tuned = [work for work in works if self._is_tuned(work.row)]
+        if tuned:
+            checkpoints.append(self._tune(tuned))
+        tested = []
+        said: dict[str, CachedMFA] = {}
+        for work in works:
+            takes = self.given(work, experiment.test, said), self.given(work, experiment.whole("test"), {})
+            record = self._record(work, len(works), *takes)
+            store.save(work.network, experiment.cache.network(work.settings))
+            tested.append((work.settings, record))
+        experiment.keep(tested, checkpoints)
+
+    def _tune(self, works: Sequence[Work]) -> Path:
+        """Train each network together with a copy of its density; returns where the checkpoint is."""
+        before = [(work.network, work.history) for work in works]
+        for work in works:
+            work.network = self._joint(work)
+        checkpoint = self._stage(works, self.recipe.tuned, tuned=True)
+        for work, (network, history) in zip(works, before, strict=True):
+            # All epochs compete; where no later one is better, the network stays as it was before.
+            if _best(history)["validation_accuracy"] >= _best(work.history)["validation_accuracy"]:
+                work.network = network
+            later = [{**record, "epoch": record["epoch"] + len(history)} for record in work.history]
+            work.history = history + later
+        return checkpoint
+
+    def _stage(self, works: Sequence[Work], epochs: int, *, tuned: bool = False) -> Path:
+        """Train the networks side by side; returns where the checkpoint is."""
+        jobs = [self._job(work, epochs, tuned) for work in works]
+        checkpoint = self.experiment.cache.running([job.settings for job in jobs])
+        histories = train(
+            jobs, self.experiment.fabric, epochs=epochs, checkpoint=checkpoint, progress=self.experiment.progress,
+            checkpoint_seconds=self.experiment.pause, title=f"{len(jobs)} classifiers", transient=True,
+        )  # fmt: skip
+        for work, job, history in zip(works, jobs, histories, strict=True):
+            work.history = list(history)
+            work.seconds += job.seconds
+        return checkpoint
+
+    def _job(self, work: Work, epochs: int, tuned: bool) -> Job:
+        recipe, (rows, held), labels = self.recipe, self.experiment.split, self.experiment.labels[0]
+        augmented, as_they_are = self._augmented(work, rows), self._as_they_are(work, held)
+        formed: Callable[[Take], Take] = (lambda take: take) if tuned else (lambda take: _formed(work.row, take))
+        rate = recipe.supmiwae.learning_rate if work.row.marginal else recipe.learning_rate
+        rate = recipe.tuned_learning_rate if tuned else rate
+        job = classifier_job(
+            work.network, formed(augmented), labels[rows], self.experiment.fabric,
+            validation_inputs=formed(as_they_are), validation_labels=labels[held], batch_size=recipe.batch_size,
+            seed=work.seed, begin=augmented.begin, learning_rate=cosine_schedule(rate, epochs),
+            learning_rate_scale={"density.": recipe.density_learning_rate_scale} if tuned else None,
+            settings=work.settings | {"stage": "tuned" if tuned else "epochs"},
+            name=f"{work.row.title}, seed {work.seed},", count=False,
+        )  # fmt: skip
+        return replace(job, loss=_bound(augmented, labels[rows])) if work.row.marginal else job
+
+    def _augmented(self, work: Work, rows: Tensor) -> Augmented:
+        recipe, row = self.recipe, work.row
+        versions = self.versions(work.source, row.complete)
+        moves: dict[str, Any] = {"shift": recipe.shift, "flip": recipe.flip}
+        if row.fresh:
+            return FreshlyHidden(versions, rows, work.seed, **moves)
+        hide = recipe.hide and not row.complete
+        return Augmented(versions, rows, work.seed, hide=hide, cached=work.source != "images", **moves)
+
+    def _as_they_are(self, work: Work, rows: Tensor) -> Augmented:
+        versions, cached = self.versions(work.source, work.row.complete), work.source != "images"
+        return Augmented(versions, rows, work.seed, hide=False, shift=0, flip=False, cached=cached)
+
+    def _record(self, work: Work, side_by_side: int, incomplete: Take, whole: Take) -> Record:
+        """Look at the test images, once: as they are, and with nothing missing."""
+        experiment, best = self.experiment, _best(work.history)
+        truth = experiment.labels[1]
+        average_more(work.network)
+        found = [
+            measures(log_probabilities(work.network, take, len(truth), experiment.device), truth)
+            for take in (incomplete, whole)
+        ]
+        return {
+            "kind": "recipe", **experiment.circumstances(), "method": work.row.name, "seed": work.seed,
+            "accuracy_incomplete": found[0].pop("accuracy"), "accuracy_complete": found[1]["accuracy"], **found[0],
+            "accuracy_validation": best["validation_accuracy"], "epoch": int(best["epoch"]) + 1,
+            "epochs": len(work.history), "seconds": work.seconds, "side_by_side": side_by_side,
+            "joint": isinstance(work.network, Joint),
+        }  # fmt: skip
+
+
+def average_more(network: nn.Module) -> None:
+    """From now on take as many completions of every image as for a test."""
+    for part in network.modules():
+        if isinstance(part, Sampled | SupMIWAE):
+            part.samples = SAMPLES
+
+
+def _formed(row: Row, take: Take) -> Take:
+    def formed(rows: Tensor) -> Any:
+        given = take(rows)
+        return row.form(*given) if isinstance(given, tuple) else row.form(given)
+
+    return formed
+
+
+def _bound(take: Take, labels: Tensor) -> Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]]:
+    """The loss of supMIWAE."""
+
+    def loss(model: nn.Module, indices: Tensor) -> tuple[Tensor, Tensor]:
+        x, observed = take(indices)
+        total = -model(x, observed, labels[indices]).sum()
+        return total / len(indices), total.detach().unsqueeze(0)
+
+    return loss
+
+
+def _best(history: list[dict[str, float]]) -> dict[str, float]:
+    return max(history, key=lambda record: record["validation_accuracy"])

@@ -1,0 +1,337 @@
+"""One recipe for all, what is made of its networks, and the tables of our own."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from misconv import data, impute
+from misconv.paper import coding, command, evidence, letters, recipe, splitting, transfer
+from misconv.paper.augment import Augmented, FreshlyHidden, Versions
+from misconv.paper.densities import ALL_SHAPES, any_shape
+from misconv.paper.recipe import RECIPES, Joint, Runs
+from misconv.paper.rows import ROWS, row_named
+from misconv.paper.scores import Record
+from misconv.paper.shares import SHARES, run_shares
+from misconv.paper.supmiwae import SupMIWAE, SupMIWAESettings, log_weights
+from misconv.paper.transfer import WAYS, run_transfer
+from misconv.paper.variants import VARIANTS, run_variants
+from tests.test_paper_classification import Crash, Spied, essence, quickly, tiny
+
+NAMES = [row.name for row in ROWS]
+SMALL = replace(
+    RECIPES["digits"], epochs=2, shift=1, flip=True, batch_size=54, tuned=1,
+    density=replace(RECIPES["digits"].density, rank=1, widths=(4, 4), depths=(1, 1), epochs=1),
+    supmiwae=SupMIWAESettings(width=4, steps=2, latent=3, samples=2),
+    splitting=splitting.SplittingSettings(widths=(4, 8), epochs=1, batch_size=54),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    quickly(monkeypatch)
+    monkeypatch.setitem(RECIPES, "digits", SMALL)
+    monkeypatch.setattr(recipe, "SAMPLES", 2)
+
+
+def colourful() -> data.ImageSet:
+    """Digits of three channels, the second and the third paler."""
+    images = tiny()
+    train, test = (torch.cat([x, x // 2, x // 3], 1) for x in (images.train, images.test))
+    return replace(images, train=train, test=test)
+
+
+# Rows ------------------------------------------------------------------------------------------------------------------
+
+
+def test_all_rows_are_trained_and_read_no_hidden_pixel(tmp_path: Path) -> None:
+    names = NAMES if splitting.is_there() else [name for name in NAMES if name != "splitting"]
+    records = Runs(Spied(tmp_path / "a")).run(names, [0])
+    assert [record["method"] for record in records] == names
+    for record in records:
+        assert 0 < record["accuracy_incomplete"] <= 1
+        assert math.isfinite(record["nll"])
+        assert record["epochs"] == (3 if row_named(record["method"]).source == "density" else 2)
+    assert not list((tmp_path / "a" / "running").iterdir())
+    poisoned = Runs(Spied(tmp_path / "b", filler=math.nan)).run(names, [0])
+    assert essence(poisoned) == essence(records)
+
+
+@pytest.mark.parametrize("call", [7, 13])
+def test_killed_in_any_epoch_it_ends_with_the_same_records(
+    call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second epoch of sampled completions, and in that of supMIWAE."""
+    names = ["hiding", "samples", "supmiwae"]
+    straight = essence(Runs(Spied(tmp_path / "straight")).run(names, [0, 1]))
+    begin, calls = Augmented.begin, 0
+
+    def dies(self: Augmented, number: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > call:
+            raise Crash
+        begin(self, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Augmented, "begin", dies)
+        with pytest.raises(Crash):
+            Runs(Spied(tmp_path / "killed")).run(names, [0, 1])
+    assert list((tmp_path / "killed" / "running").iterdir())
+    assert essence(Runs(Spied(tmp_path / "killed")).run(names, [0, 1])) == straight
+
+
+def test_only_what_a_row_uses_makes_it_another_unit(tmp_path: Path) -> None:
+    experiment = Spied(tmp_path)
+
+    def changed(**more: Any) -> set[str]:
+        before, after = Runs(experiment, SMALL), Runs(experiment, replace(SMALL, **more))
+        return {name for name in NAMES if before.unit(name, 0) != after.unit(name, 0)}
+
+    dense = {"samples", "mfa", "misconv", "draws"}
+    assert changed(density=replace(SMALL.density, rank=2)) == dense
+    assert changed(tuned=2) == changed(tuned_learning_rate=1.0) == dense
+    assert changed(deviation=True) == {"misconv"}
+    assert changed(supmiwae=SupMIWAESettings()) == {"supmiwae"}
+    assert changed(splitting=splitting.SplittingSettings()) == {"splitting"}
+    assert changed(hide=False) == set(NAMES) - {"gt"}
+    assert changed(epochs=9) == changed(shift=0) == set(NAMES)
+
+
+def test_networks_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that learned together with its density; one whose file is gone is trained again."""
+    monkeypatch.setattr(
+        recipe, "_best", lambda history: {"validation_accuracy": history[-1]["epoch"] - 9 * len(history), **history[-1]}
+    )
+    runs = Runs(Spied(tmp_path))
+    (record,) = runs.run(["mfa"], [0])
+    work = Runs(Spied(tmp_path)).networks(["mfa"], [0])["mfa", 0]
+    assert record["joint"] == isinstance(work.network, Joint)
+    logs = recipe.log_probabilities(work.network, runs.given(work, runs.experiment.test, {}), 60, torch.device("cpu"))
+    right = (logs.argmax(1) == runs.experiment.labels[1]).double().mean()
+    assert float(right) == pytest.approx(record["accuracy_incomplete"])
+    runs.experiment.cache.network(work.settings).unlink()
+    again = Runs(Spied(tmp_path)).networks(["mfa"], [0])["mfa", 0]
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(work.network.state_dict().values(), again.network.state_dict().values(), strict=True)
+    )
+
+
+def test_regions_are_hidden_anew_in_every_epoch(tmp_path: Path) -> None:
+    experiment = Spied(tmp_path)
+    rows = torch.arange(40)
+    fresh = FreshlyHidden(Versions(experiment.train), rows, 0, shift=0, flip=False)
+    shown = []
+    for epoch in (0, 1, 0):
+        fresh.begin(epoch)
+        x, observed = fresh(rows)
+        assert not (observed & ~experiment.train.observed[rows]).any()
+        assert torch.equal(x, experiment.train.at(rows)[0])
+        shown.append(observed)
+    assert torch.equal(shown[0], shown[2])
+    assert not torch.equal(shown[0], shown[1])
+    untouched = (shown[0] == experiment.train.observed[rows]).flatten(1).all(1).sum()
+    assert 8 < int(untouched) < 32
+
+
+# supMIWAE ----------------------------------------------------------------------------------------------------------------
+
+
+class Bright(nn.Module):
+    """Three classes by the brightness of an image."""
+
+    def forward(self, p: Any) -> torch.Tensor:
+        return p.mean.mean((1, 2, 3)).unsqueeze(1) * torch.tensor([1.0, 2.0, -1.0])
+
+
+def test_importance_weights_and_the_bound() -> None:
+    torch.manual_seed(0)
+    model = SupMIWAE(Bright(), (2, 6, 5), SupMIWAESettings(width=4, steps=2, latent=3, samples=4), samples=5).eval()
+    x, observed, labels = torch.rand(3, 2, 6, 5), torch.rand(3, 1, 6, 5) < 0.6, torch.tensor([0, 2, 1])
+    poisoned = x.masked_fill(~observed, math.nan)
+    mean, deviation = model.encode(poisoned, observed)
+    z = mean + deviation * torch.randn(4, 3, 3)
+    pixels, spread = model.decode(z)
+    assert pixels.shape == spread.shape == (4, 3, 2, 6, 5)
+    found = log_weights(poisoned, observed, (pixels, spread), z, (mean, deviation))
+    normal = torch.distributions.Normal
+    for s in range(4):
+        for b in range(3):
+            seen = observed[b].expand(2, 6, 5)
+            expected = normal(pixels[s, b][seen], spread[s, b][seen]).log_prob(x[b][seen]).sum()
+            expected += normal(0.0, 1.0).log_prob(z[s, b]).sum() - normal(mean[b], deviation[b]).log_prob(z[s, b]).sum()
+            torch.testing.assert_close(found[s, b], expected, rtol=1e-4, atol=1e-3)
+    torch.manual_seed(1)
+    bound = model(poisoned, observed, labels)
+    torch.manual_seed(1)
+    images, logs = model.complete(poisoned, observed, 4)
+    terms = [logs[s] + Bright()(recipe.point(images[s])).log_softmax(1)[torch.arange(3), labels] for s in range(4)]
+    torch.testing.assert_close(bound, torch.stack(terms).double().exp().mean(0).log().float(), rtol=1e-4, atol=1e-3)
+    assert torch.equal(images[0].where(observed, 0), x.where(observed, 0))
+    answer = model(poisoned, observed)
+    torch.testing.assert_close(answer.exp().sum(1), torch.ones(3))
+    assert torch.equal(answer, model(poisoned, observed))
+
+
+# No retraining, shares, codings, variants -----------------------------------------------------------------------------------
+
+
+def test_networks_of_complete_images_meet_all_shapes(tmp_path: Path) -> None:
+    names = [way.name for way in WAYS]
+    records = run_transfer(Runs(Spied(tmp_path / "a")), names, [0])
+    assert {record["shape"] for record in records} == set(ALL_SHAPES) - {"channels"}
+    assert len(records) == 4 * len(names)
+    assert {record["method"] for record in records} == set(names)
+    poisoned = run_transfer(Runs(Spied(tmp_path / "b", filler=math.nan)), names, [0])
+    assert essence(poisoned) == essence(records)
+    assert run_transfer(Runs(Spied(tmp_path / "a")), ["zero"], [0]) == [r for r in records if r["method"] == "zero"]
+
+
+def test_images_of_several_channels_lose_some_too(tmp_path: Path) -> None:
+    runs = Runs(Spied(tmp_path, colourful()), replace(SMALL, epochs=1))
+    records = run_transfer(runs, ["zero", "mean", "knn", "misconv"], [0])
+    assert {record["shape"] for record in records} == set(ALL_SHAPES)
+    drawn = any_shape(3, 64, 8, 8, fraction=0.5, generator=torch.Generator().manual_seed(0))
+    assert drawn.shape == (64, 3, 8, 8)
+    assert 5 < int((drawn[:, :1] != drawn).flatten(1).any(1).sum()) < 30  # of which channels are missing
+
+
+def test_a_network_is_asked_as_it_would_be_by_hand(tmp_path: Path) -> None:
+    runs = Runs(Spied(tmp_path))
+    (record,) = [r for r in run_transfer(runs, ["zero"], [0]) if r["shape"] == "noise"]
+    network = runs.networks(["gt"], [0])["gt", 0].network
+    observed = transfer.region_of("noise", 3 / 4, 1, (60, 8, 8), generator=torch.Generator().manual_seed(2))
+    x = runs.experiment.data.test.float() / 255
+    right = network(recipe.point(impute.zero(x, observed))).argmax(1) == runs.experiment.data.test_labels
+    assert record["accuracy"] == pytest.approx(float(right.double().mean()))
+
+
+def test_networks_meet_every_share(tmp_path: Path) -> None:
+    runs = Runs(Spied(tmp_path))
+    records = run_shares(runs, ["partial", "mean"], [0])
+    assert [record["share"] for record in records] == [*SHARES, *SHARES]
+    for row in runs.run(["partial", "mean"], [0]):
+        (whole,) = [r for r in records if r["method"] == row["method"] and r["share"] == 0]
+        assert whole["accuracy"] == row["accuracy_complete"]
+
+
+def test_coded_otherwise_in_training_than_in_the_test(tmp_path: Path) -> None:
+    records = coding.run_coding(Spied(tmp_path), [0])
+    assert [(r["method"], r["coding"]) for r in records] == [
+        (m, c) for c in ("right", "wrong") for m in coding.MISCODED
+    ]
+    assert {r["kind"] for r in records} == {"coding"}
+    x, seen = torch.rand(1, 1, 5, 5), torch.ones(1, 1, 5, 5)
+    seen[..., 2, 2] = 0
+    layer = coding.SignedPartial(1, 2, 3, padding=1)
+    inside = layer(x, seen)[..., 2, 2]  # eight pixels of nine are seen
+    response = (x * seen)[0, 0, 1:4, 1:4].mul(layer.weight[:, 0]).sum((1, 2)) * 9 / 8 + layer.bias
+    torch.testing.assert_close(inside[0], response.relu())
+    signed = layer(x, 2 * seen - 1)[..., 2, 2]
+    response = (x * (2 * seen - 1))[0, 0, 1:4, 1:4].mul(layer.weight[:, 0]).sum((1, 2)) * 9 / 7 + layer.bias
+    torch.testing.assert_close(signed[0], response.relu())
+
+
+def test_trapezoids_of_both_kinds_stand_side_by_side(tmp_path: Path) -> None:
+    found = [letters.run_letter("E", Spied(tmp_path, shape=s), None, [], [0]) for s in letters.shapes_of_table("E")]
+    records = [record for each in found for record in each]
+    assert {(r["shape"], r["kind"]) for r in records} == {("trapezoid", "slanted"), ("cut", "slanted")}
+    table = evidence.make_letter("E", records)
+    assert [row[1] for row in table.rows] == ["zero", "mask", "k-NN", "PC", "MisConv (DMFA)"]
+    assert all("–" not in row[3:] for row in table.rows)
+
+
+def test_the_papers_density_is_trained_by_both_objectives(tmp_path: Path) -> None:
+    experiment = Spied(tmp_path)
+    records = letters.run_letter("F", experiment, None, [], [0])
+    found = {(r["method"], r["objective"]): r["settings"]["density"]["objective"] for r in records}
+    assert found == {
+        (m, o): objective
+        for m in ("mfa", "misconv_dmfa")
+        for o, objective in (("paper", "joint"), ("ours", "joint+marginal+mean"))
+    }
+    table = evidence.make_letter("F", records)
+    assert [row[1] for row in table.rows] == ["the paper's", "ours"]
+    assert experiment.settings.dmfa.objective == "joint"
+
+
+def test_variants_share_what_is_the_same(tmp_path: Path) -> None:
+    names = ["MisConv by the recipe", "with K = 3", "with the deviation of the activation"]
+    experiment, whole = Spied(tmp_path), replace(SMALL, epochs=1, tuned=0)
+    records = run_variants(experiment, whole, names, [0])
+    assert [record["variant"] for record in records] == names
+    (own,) = Runs(experiment, whole).run(["misconv"], [0])
+    assert {**own, "kind": "ingredient", "variant": names[0]} == records[0]
+    assert {row for row, _ in VARIANTS.values()} == {"misconv", "mfa", "draws"}
+
+
+# Tables --------------------------------------------------------------------------------------------------------------------
+
+
+def recorded(kind: str, **more: Any) -> list[Record]:
+    shape = {"title": "SVHN (re-cropped)", "dataset": "svhn", "shape": "square", "kind": kind}
+    return [
+        {**shape, "seed": seed, **{k: v + seed / 100 if isinstance(v, float) else v for k, v in more.items()}}
+        for seed in range(3)
+    ]
+
+
+def test_table_b_says_how_far_misconv_is_ahead_and_what_is_not_measured() -> None:
+    figures = {"accuracy_complete": 0.9, "nll": 0.5, "ece": 0.1, "abstention": 0.1}
+    records = recorded("recipe", method="misconv", accuracy_incomplete=0.8, **figures)
+    records += recorded("recipe", method="gt", accuracy_incomplete=0.1, **figures)
+    for name, apart in (("mfa", (0.02, 0.03, 0.04)), ("zero", (0.2, 0.21, 0.25))):
+        below = recorded("recipe", method=name, accuracy_incomplete=0.8, **figures)
+        records += [
+            {**r, "accuracy_incomplete": r["accuracy_incomplete"] - a} for r, a in zip(below, apart, strict=True)
+        ]
+    table = evidence.make_letter("B", records)
+    cells = {row[0]: row[1:] for row in table.rows}
+    assert cells["MFA imputation"][-1] == "+3.00 (p = 0.035)"
+    assert cells["zero"][-1].startswith("+22.00 (p = 0.010")  # twice that of one comparison
+    assert cells["k-NN"][0] == "not measured yet"
+    assert cells["GT *"][:2] == ["–", ".910 ± .010"]
+    assert cells["MisConv"][0] == "**.810 ± .010**"
+
+
+@pytest.mark.parametrize("letter", evidence.LETTERS)
+def test_without_records_a_table_says_so(letter: str) -> None:
+    table = evidence.make_letter(letter, [])
+    assert "not measured yet" in table.markdown() or not table.rows
+
+
+def test_methods_of_a_part_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command.data, "load", lambda name, file: tiny())
+    plan = command.prepare("B", ["digits"], seeds=1, folder=tmp_path, device="cpu", methods=["zero"])
+    records = command.run(plan)
+    assert {record["method"] for record in records} == {"zero"}
+    path = command.write(plan, command.table(plan, records), records)
+    assert path.name == "table-B-digits-zero.json"
+    more = replace(plan, methods=("mask",))
+    assert [record["method"] for record in command.run(more)] == ["zero", "mask"]  # merged with the first
+    figure = command.prepare("figure-A", ["digits"], seeds=1, folder=tmp_path, device="cpu", methods=["zero"])
+    command.write(figure, command.table(figure, found := command.run(figure)), found)
+    assert (tmp_path / "figure-A-digits-zero.png").read_bytes().startswith(b"\x89PNG")
+    assert len(json.loads((tmp_path / "figure-A-digits-zero.json").read_text())["records"]) == len(SHARES)
+    for number, methods, text in (
+        ("B", ["nothing"], "--methods must be some of zero,.*, got 'nothing'"),
+        ("1", ["zero"], "--methods is for the tables A and B and for figure-A, got table 1"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            command.prepare(number, ["digits"], folder=tmp_path, methods=methods)
+
+
+def test_without_deepinv_its_row_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(splitting, "is_there", lambda: False)
+    experiment = Spied(tmp_path, say=said.append)
+    assert letters.run_letter("B", experiment, None, ["splitting"], [0]) == []
+    assert said == ["U-Net, splitting losses: left out, needs deepinv: pip install 'misconv[alternatives]'"]
