@@ -141,7 +141,7 @@ def test_networks_run_as_a_row_says(task: str, graph: bool) -> None:
     setting = NetworkSetting("resnet18", task, graph=graph and device.type == "cuda").tiny()  # type: ignore[arg-type]
     networks = Networks(setting, torch.Generator(device).manual_seed(0))
     before = networks.converted.network.fc.weight.detach().clone()
-    for contender in networks.contenders().values():
+    for contender in networks.contenders(task, setting.graph).values():
         contender.run(0)
     assert torch.equal(networks.converted.network.fc.weight, before) == (task == "evaluation")
 

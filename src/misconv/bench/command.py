@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -198,16 +199,18 @@ def cpu(bench: Bench) -> Iterator[Row]:
 
 def network(bench: Bench) -> Iterator[Row]:
     """Whole networks of torchvision: as they are, converted with the MFA given, and converted with a `UNetDMFA`."""
-    for setting in network_settings(bench.device, MODELS[:1] if bench.quick else MODELS):
+    settings = network_settings(bench.device, MODELS[:1] if bench.quick else MODELS)
+    for _, rows in groupby(settings, lambda s: (s.model, s.mode, s.batch)):
+        group = [setting.tiny() if bench.quick else setting for setting in rows]
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()
-        networks = Networks(setting.tiny() if bench.quick else setting, bench.generator)
-        error = networks.check()
-        contenders, about = networks.contenders(), networks.about_density()
-        yield bench.timed(
-            networks.setting, setting.task, contenders, peak=not setting.graph, error=error, density=about
-        )
-        del networks, contenders
+        networks = Networks(group[0], bench.generator)
+        more = {"error": networks.check(), "density": networks.about_density()}
+        for setting in group:
+            contenders = networks.contenders(setting.task, setting.graph)
+            yield bench.timed(setting, setting.task, contenders, peak=not setting.graph, **more)
+            del contenders
+        del networks
 
 
 SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
@@ -273,7 +276,8 @@ def run(
             "bounds": BOUNDS,
         },
     }
-    cases = [case.tiny() for case in CASES] if quick else CASES
+    # Whole networks are checked where they are timed.
+    cases = [] if set(sections) == {"network"} else [case.tiny() for case in CASES] if quick else CASES
     if device.type == "cuda" and not quick:
         compile_ahead([*checks(cases), *Rehearsal(generator, pace, quick, say).jobs(sections)], say)
     record["checks"] = check(cases, generator, say)

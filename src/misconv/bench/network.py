@@ -57,9 +57,9 @@ def network_settings(device: torch.device, models: tuple[str, ...] = MODELS) -> 
     settings = [
         NetworkSetting(model, task, mode, batch, graph)
         for model in models
-        for task in ("evaluation", "training")
         for mode in ("float32", "bfloat16")
         for batch in (64, 256)
+        for task in ("evaluation", "training")  # which changes the network, and so comes last
         for graph in (False, True)
     ]
     # Of those that are used most, the one whose first layer weighs most; in the usual size of a batch.
@@ -67,7 +67,10 @@ def network_settings(device: torch.device, models: tuple[str, ...] = MODELS) -> 
 
 
 class Networks:
-    """A network as it is, converted for an MFA that is given, and converted with a `UNetDMFA`; and their images."""
+    """A network as it is, converted for an MFA that is given, and converted with a `UNetDMFA`; and their images.
+
+    For all rows that differ in the task alone, or in whether it is a graph.
+    """
 
     def __init__(self, setting: NetworkSetting, generator: torch.Generator) -> None:
         import torchvision  # an extra
@@ -122,23 +125,23 @@ class Networks:
             "out_mb": sum(t.nbytes for t in (self.p.means, self.p.factors, self.p.noise)) / 1e6,
         }
 
-    def contenders(self) -> dict[str, Contender]:
+    def contenders(self, task: str, graph: bool) -> dict[str, Contender]:
         """`network`, `given` and `density`, each a whole step; in evaluation also the density `alone`."""
         inputs: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
             "network": (self.plain, (self.complete,)),
             "given": (self.given, (self.p,)),
             "density": (self.converted, (self.incomplete,)),
         }
-        if self.setting.task == "evaluation":
+        if task == "evaluation":
             inputs["alone"] = (self.density, (self.complete, self.observed))
-        steps = {name: self._step(*network) for name, network in inputs.items()}
-        if self.setting.graph:
+        steps = {name: self._step(task, *network) for name, network in inputs.items()}
+        if graph:
             steps = {name: _captured(step) for name, step in steps.items()}
         return {name: Contender(partial(_call, step)) for name, step in steps.items()}
 
-    def _step(self, network: nn.Module, inputs: tuple[Any, ...]) -> Callable[[], object]:
+    def _step(self, task: str, network: nn.Module, inputs: tuple[Any, ...]) -> Callable[[], object]:
         """A forward pass, or a step of training with SGD."""
-        if self.setting.task == "evaluation":
+        if task == "evaluation":
             network.eval()
 
             def evaluate() -> object:
