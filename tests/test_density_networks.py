@@ -465,7 +465,7 @@ def test_deviations_are_scaled_for_each_channel() -> None:
 
 def test_a_density_starts_with_the_deviation_of_its_fill() -> None:
     """Before it has learned anything else; a trained one is left as it is."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     levels, details = torch.randn(64, 2, 1, 1, generator=generator), torch.randn(64, 2, 32, 32, generator=generator)
     x = (levels + 0.05 * details) * torch.tensor([1.0, 100.0]).view(2, 1, 1)
     observed = misconv.missing.square(64, 32, 32, generator=generator)

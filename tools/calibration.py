@@ -122,31 +122,27 @@ def section(name: str, record: Record) -> str:
 
 
 def cost(record: Record) -> str:
-    """What density and converted networks cost on one device."""
-    settings = record["settings"]
-    rank, patch, side, batch = (settings[name] for name in ("rank", "patch", "size", "batch_size"))
+    """What a density costs on one device, alone and before a network."""
+    found = [row for row in record["sections"]["network"] if row["kind"] == "evaluation"]
+    most = max(row["setting"]["batch"] for row in found)
+    chosen = [row for row in found if row["setting"]["batch"] == most and row["setting"]["model"] == "resnet50"]
+    setting, about = chosen[0]["setting"], chosen[0]["density"]
     lines = [
         f"## What it costs on {record['device']}\n",
-        f"Images of {side}×{side}, {batch} at a time, a square of a quarter missing; `UNetDMFA` with K = "
-        f"{settings['components']}, L = {rank}, `patch={patch}`. Made by `benchmarks/network.py`.\n",
-        "| density | numbers | ms | GFLOP per image | MB in use at most | of these the MFA |",
-        "|---|---|---|---|---|---|",
+        f"Images of {setting['size']}×{setting['size']}, {most} at a time, a square of a quarter missing; `UNetDMFA` "
+        f"with K = {setting['components']}, L = {setting['rank']}, `patch={setting['patch']}`: "
+        f"{about['parameters']:,} parameters, {about['gflop_per_image']:.2f} GFLOP per image. All networks are in "
+        "[How fast it is](speed.md#networks).\n",
+        "| numbers | | density alone, ms | its MFA, MB | ResNet-50, ms | with density, ms | share of its speed |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for row in record["rows"]:
-        if row["network"] == "UNetDMFA":
-            memory = "–" if row["mb"] is None else f"{row['mb']:,.0f}"
-            lines.append(
-                f"| {row['parameters']:,} parameters | {row['mode']} | {row['ms']:.1f} | "
-                f"{row['gflop_per_image']:.2f} | {memory} | {row['out_mb']:,.0f} |"
-            )
-    lines += [
-        "\n| network | | numbers | plain, ms | with density, ms | share of its speed |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in record["rows"]:
-        if row["network"] != "UNetDMFA":
-            times = f"{row['plain_ms']:.1f} | {row['converted_ms']:.1f} | {row['plain / converted']:.2f}"
-            lines.append(f"| {row['network']} | {row['kind']} | {row['mode']} | {times} |")
+    for row in chosen:
+        times = {name: f"{row['times'][name]['median_us'] / 1e3:.1f}" for name in ("alone", "network", "density")}
+        how = "CUDA graph" if row["setting"]["graph"] else "eager"
+        lines.append(
+            f"| {row['setting']['mode']} | {how} | {times['alone']} | {row['density']['out_mb']:,.0f} | "
+            f"{times['network']} | {times['density']} | {row['ratios']['network/density']:.2f} |"
+        )
     return "\n".join(lines) + f"\n\nCommit `{record['commit'][:7]}`, torch {record['versions']['torch']}.\n"
 
 

@@ -68,7 +68,7 @@ WORDS: dict[int | str, str] = {
     9: "Other missing regions. As in the paper, the DMFA learns by hiding more squares, whatever the shape. How the "
     "paper's trapezoids lie in an image is unknown to us; ours reach from edge to edge. So compare the methods there, "
     "not our numbers with the printed ones.",
-    10: "Time of the first layer alone. [How fast the layer is](speed.md) tells of the backward pass, large images, "
+    10: "Time of the first layer alone. [How fast it is](speed.md) tells of the backward pass, large images, "
     "CPUs and memory.",
 }
 ABLATION = (

@@ -2,7 +2,8 @@
 
     python tools/speed.py [--results results/bench] [--out docs]
 
-Reads layer-cuda.json and layer-cpu.json, whichever are there; measures nothing itself.
+Reads layer-cuda.json and layer-cpu.json, whichever are there, and network-cuda.json and norm-cuda.json, which are made
+with ``--only network`` and ``--only norm``; measures nothing itself.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from misconv.bench.checks import BOUNDS, MODES
 
 ROOT = Path(__file__).parent.parent
 RECORDS = {"cuda": "layer-cuda.json", "cpu": "layer-cpu.json"}
+MORE = {"network": "network-cuda.json", "norm": "norm-cuda.json"}
 
 # Colours that differ also for colour-blind eyes; the layer itself stands out, the others step back.
 LINES = {
@@ -223,6 +225,86 @@ def circumstances(record: Record) -> str:
     )
 
 
+# Networks ----------------------------------------------------------------------------------------------------------
+
+MODELS = {
+    "resnet18": "ResNet-18",
+    "resnet50": "ResNet-50",
+    "efficientnet_b0": "EfficientNet-B0",
+    "convnext_tiny": "ConvNeXt-T",
+    "regnet_y_400mf": "RegNet-Y-400MF",
+}
+NUMBERS = {"float32": "float32 (TF32)", "bfloat16": "bfloat16, channels_last"}
+NETWORKS = """\
+Images of 224×224 pixels, a quarter missing in one square, K = 1, L = 4; training is a whole step with SGD. *MFA given*:
+the converted network is given the density of its images; *with density*: it is given the images, and a `UNetDMFA`
+(`patch=4`) speaks first. Shares of the plain network's images per second. The density is not trained, so its memory is
+that of evaluation. Where a network is small, an eager step is bound by the host, which has more to do for a converted
+network; a CUDA graph leaves that out."""
+
+
+def network_name(row: Row) -> str:
+    """The network in the words of its authors."""
+    return MODELS[row["setting"]["model"]]
+
+
+def measured_models(record: Record) -> set[str]:
+    """The networks that a record is about."""
+    return {row["setting"]["model"] for row in rows(record, "network")}
+
+
+def networks(record: Record) -> str:
+    """A line for every network, task, type and batch; eager and as a CUDA graph beside each other."""
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for row in rows(record, "network"):
+        s, given = row["setting"], row["ratios"]["network/given"]
+        key = (network_name(row), s["task"], NUMBERS[s["mode"]], str(s["batch"]))
+        line = lines.setdefault(key, ["–"] * 8)
+        begin = 3 if s["graph"] else 0
+        speed = 1e6 * s["batch"] / row["times"]["network"]["median_us"]
+        line[begin : begin + 3] = [f"{speed:,.0f}", f"{given:.2f}", f"{row['ratios']['network/density']:.2f}"]
+        if "memory_ratios" in row:
+            line[6:] = [f"{row['memory_ratios'][pair]:.2f}" for pair in ("given/network", "density/network")]
+    titles = ["network", "task", "numbers", "batch", "plain, images/s", "MFA given", "with density"]
+    titles += ["graph: plain, images/s", "MFA given", "with density", "memory: MFA given", "with density"]
+    return table(titles, [[*key, *line] for key, line in lines.items()], text=3)
+
+
+def draw_networks(record: Record) -> Figure:
+    """Shares of the plain network's speed as bars, of CUDA graphs where there are any; a panel for each task."""
+    found = rows(record, "network")
+    panels = list(dict.fromkeys((r["setting"]["task"], r["setting"]["mode"]) for r in found))
+    figure, axes = plt.subplots(1, len(panels), figsize=(13, 4), layout="constrained", sharey=True, squeeze=False)
+    for axis, (task, mode) in zip(axes[0], panels, strict=True):
+        chosen: dict[str, Row] = {}
+        for row in found:
+            if (row["setting"]["task"], row["setting"]["mode"]) == (task, mode):
+                chosen[f"{network_name(row)}\n{row['setting']['batch']}"] = row  # a graph comes behind its eager row
+        places = range(len(chosen))
+        for shift, (pair, label, colour) in enumerate(
+            (("network/given", "MFA given", "#c2185b"), ("network/density", "with density", "#2b7bba"))
+        ):
+            shares = [row["ratios"][pair] for row in chosen.values()]
+            axis.bar([place + 0.4 * shift for place in places], shares, 0.38, label=label, color=colour)
+        axis.axhline(1, color="#4d4d4d", linewidth=1)
+        axis.set_xticks([place + 0.2 for place in places], chosen, fontsize=9, rotation=90)
+        axis.set_title(f"{task}, {NUMBERS[mode].split(',')[0]}", fontsize=12)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].set_ylabel("share of the plain network's speed")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False, fontsize=12)
+    return figure
+
+
+def norms(record: Record) -> str:
+    """Convolution, BatchNorm and ReLU in training."""
+    lines = []
+    for row in rows(record, "norm"):
+        peak = f"{row['memory_ratios']['misconv/conv']:.2f}" if "memory_ratios" in row else "–"
+        lines.append([layer(row), took(row, "conv"), took(row, "misconv"), ratio(row, "misconv/conv"), peak])
+    return table(["setting", "conv + BatchNorm + ReLU", "MisConv", "ratio", "ratio of peak memory"], lines)
+
+
 METHOD = """\
 Measured by `misconv bench`. The fast path is first checked against the plain one in float64, on fresh random inputs,
 with outputs poisoned by NaN; nothing is timed if that fails. Then all contenders of a row take turns in bursts of up to
@@ -248,14 +330,26 @@ TF32: where little is missing under a filter, the gradient of the noise is steep
 computes it."""
 
 
-def page(records: dict[str, Record], picture: str | None) -> str:
+def page(records: dict[str, Record], picture: str | None, more: dict[str, Record]) -> str:
     """The document, from whatever was measured."""
-    sources = [RECORDS[d] for d in records]
+    sources = [RECORDS[d] for d in records] + [MORE[name] for name in more]
     parts = [
         f"<!-- made by tools/speed.py from {' and '.join(sources)}; do not edit -->",
-        "# How fast the layer is",
+        "# How fast it is",
     ]
     add: Callable[..., None] = lambda *blocks: parts.extend(blocks)  # noqa: E731
+    if "network" in more:
+        add("## Networks", circumstances(more["network"]), NETWORKS)
+        add("![Shares of the plain network's speed](pictures/networks.png)")
+        add("*As CUDA graphs; the number below a network is its batch.*", networks(more["network"]))
+        if missing := [title for name, title in MODELS.items() if name not in measured_models(more["network"])]:
+            add(f"Not measured yet: {', '.join(missing)}.")
+    if "norm" in more:
+        add(
+            "### A first layer with BatchNorm in training",
+            "Forward and backward, with the gradients of its parameters. " + circumstances(more["norm"]),
+            norms(more["norm"]),
+        )
     for device, record in records.items():
         add(f"## {'On a GPU' if device == 'cuda' else 'On a CPU'}", circumstances(record))
         if any(rows(record, section) for section in ("table10", "large", "cpu")):
@@ -384,7 +478,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             figure = draw(record)
             figure.savefig(options.out / picture, dpi=150)  # sharp also on dense screens
             plt.close(figure)
-    (options.out / "speed.md").write_text(page(records, picture), encoding="utf-8")
+    others = {name: options.results / file for name, file in MORE.items()}
+    more = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in others.items() if path.exists()}
+    if "network" in more:
+        (options.out / "pictures").mkdir(parents=True, exist_ok=True)
+        figure = draw_networks(more["network"])
+        figure.savefig(options.out / "pictures" / "networks.png", dpi=150)
+        plt.close(figure)
+    (options.out / "speed.md").write_text(page(records, picture, more), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -260,8 +260,7 @@ class _Expected(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         ctx.plan, ctx.plain_path, *tensors = arguments
         response = forward(ctx.plan, *tensors)
-        # It tells where a ReLU lets a gradient through; torch's own keeps it too.
-        ctx.save_for_backward(*tensors, response if ctx.plan.settings.activation == "relu" else None)
+        ctx.save_for_backward(*tensors, response if ctx.plan.reads_response else None)
         return response
 
     @staticmethod

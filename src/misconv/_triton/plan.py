@@ -288,6 +288,15 @@ class Plan:
         rows, columns = self.weight[2:]
         return rows, columns + (columns % 2 if paired else 0)
 
+    @property
+    def reads_response(self) -> bool:
+        """Whether `backward` wants to see what `forward` returned.
+
+        It tells where a ReLU lets a gradient through, and torch's own keeps it too; but small windows are sooner
+        computed again than it is read.
+        """
+        return self.settings.activation == "relu" and self._windows(False) != "small"
+
     def _windows(self, paired: bool) -> str:
         """What kind of windows they are, for the choice of a tiling."""
         if paired:
