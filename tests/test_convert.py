@@ -21,6 +21,7 @@ import misconv
 from misconv import MFA, ConvDMFA
 from misconv.convert import Converted, convert
 from misconv.functional import expected_activation
+from tests.processes import run_two
 from tests.reference import random_mfa, same
 
 NAN = float("nan")
@@ -587,7 +588,7 @@ def test_two_processes_have_the_gradients_of_one(tmp_path: Path, dtype: torch.dt
     if dtype != torch.float64 or torch.get_default_device().type != "cpu":
         pytest.skip("gloo, in double precision")
     meeting, gradients = str(tmp_path / "meeting"), str(tmp_path / "gradients.pt")
-    torch.multiprocessing.spawn(gradients_of_half, (meeting, gradients), nprocs=2)
+    run_two(gradients_of_half, meeting, gradients)
     net, (x, observed) = seeded()
     net(x, observed).square().mean().backward()
     found = torch.load(gradients)

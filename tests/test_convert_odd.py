@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import misconv
 from misconv import MFA, ConvDMFA, MisConv2d
 from misconv.convert import Converted, convert
+from tests.processes import run_two
 from tests.reference import random_mfa, same
 
 
@@ -508,7 +509,7 @@ def test_sync_batch_norm_over_processes(tmp_path: Path, dtype: torch.dtype) -> N
     if dtype != torch.float64 or torch.get_default_device().type != "cpu":
         pytest.skip("gloo, in double precision")
     meeting, results = str(tmp_path / "meeting"), str(tmp_path / "results")
-    torch.multiprocessing.spawn(one_process, (meeting, results), nprocs=2)
+    run_two(one_process, meeting, results)
     model, p = synchronised()
     net = convert(model)
     expected = net(p)
