@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["run_two", "start"]
+__all__ = ["run", "run_two", "start"]
+
+T = TypeVar("T")
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # What the modules of tests import, which a process reads for the function that it runs.
 _CONTEXT.set_forkserver_preload(
     ["hypothesis", "lightning_fabric", "misconv.training", "pytest", "sklearn.datasets", "timm"]
 )
+
+
+def run(function: Callable[..., T], *arguments: object) -> T:
+    """What a function returns in a process of its own; its error is raised here."""
+    with ProcessPoolExecutor(1, mp_context=_CONTEXT) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def run_two(function: Callable[..., None], *arguments: object) -> None:

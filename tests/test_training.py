@@ -4,8 +4,7 @@ import functools
 import math
 import os
 import random
-import subprocess
-import sys
+import signal
 import time
 import warnings
 from collections.abc import Callable
@@ -34,7 +33,7 @@ from misconv import (
     training,
 )
 from misconv.training import fit_classifier
-from tests.processes import start
+from tests.processes import run, start
 
 
 @pytest.fixture(autouse=True)
@@ -524,24 +523,28 @@ def test_an_unwritable_checkpoint_says_so(tmp_path: Path) -> None:
                 fit_density(density, x, observed, epochs=1, checkpoint=wrong, progress=False)  # type: ignore[arg-type]
 
 
+def fit_on_a_full_disk(checkpoint: Path) -> str:
+    """What is said of it in a process that may not write another byte."""
+    import resource  # POSIX's
+
+    def rate(epoch: int) -> float:
+        raise AssertionError("it was begun")
+
+    x = torch.rand(4, 1, 8, 8)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        fit_density(small(), x, x > 0.2, learning_rate=rate, checkpoint=checkpoint, progress=False)
+    except OSError as error:
+        return str(error)
+    return "nothing"
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="limits of a process are POSIX's")
 def test_a_full_disk_is_noticed_before_the_work(tmp_path: Path) -> None:
-    """As a process sees it that may not write another byte."""
-    code = (
-        "import resource, signal, sys, torch\n"
-        "from misconv import ConvDMFA, fit_density\n"
-        "x = torch.rand(4, 1, 8, 8)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "def rate(epoch): raise SystemExit('it was begun')\n"
-        "try: fit_density(ConvDMFA(1), x, x > 0.2, learning_rate=rate, checkpoint=sys.argv[1], progress=False)\n"
-        "except OSError as error: print(error)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True, check=True
-    )
-    assert "checkpoint must be in a folder you may write to, got" in done.stdout
-    assert "File too large" in done.stdout
+    said = run(fit_on_a_full_disk, tmp_path / "run")
+    assert "checkpoint must be in a folder you may write to, got" in said
+    assert "File too large" in said
     assert list(tmp_path.iterdir()) == []
 
 
