@@ -7,14 +7,21 @@ of other tests. Each run of pytest starts one server, with the first process tha
 from __future__ import annotations
 
 import multiprocessing
+import os
+import runpy
+import sys
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.launcher import LaunchConfig, elastic_launch
 
-__all__ = ["run", "run_two", "start"]
+__all__ = ["run", "run_script", "run_two", "start", "torchrun"]
 
 T = TypeVar("T")
 
@@ -41,3 +48,38 @@ def start(function: Callable[..., None], *arguments: Any) -> BaseProcess:
     process = _CONTEXT.Process(target=function, args=arguments)
     process.start()
     return process
+
+
+def run_script(script: Path, *arguments: str) -> str:
+    """All that a script prints, on either stream; it must end without an error."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = start(_redirect_and_run, Path(folder) / "printed", script, arguments)
+        process.join(300)
+        printed = (Path(folder) / "printed").read_text(encoding="utf-8")
+    assert process.exitcode == 0, printed
+    return printed
+
+
+def torchrun(script: Path, *arguments: str) -> str:
+    """What the first of two processes prints, started by the function behind `torchrun --standalone`."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=2, start_method="forkserver", run_id="tests", max_restarts=0,
+            rdzv_backend="c10d", rdzv_endpoint="localhost:0", logs_specs=DefaultLogsSpecs(folder, redirects=Std.ALL),
+        )  # fmt: skip
+        elastic_launch(config, _run)(script, arguments)
+        (printed,) = Path(folder).rglob("0/stdout.log")
+        return printed.read_text(encoding="utf-8")
+
+
+def _redirect_and_run(printed: Path, script: Path, arguments: tuple[str, ...]) -> None:
+    """Also what is printed past Python's own streams, or by a logger that has kept one of them."""
+    with printed.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    _run(script, arguments)
+
+
+def _run(script: Path, arguments: tuple[str, ...]) -> None:
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
