@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import LaunchConfig, elastic_launch
 
 __all__ = ["run", "run_script", "run_two", "start", "torchrun"]
@@ -60,14 +61,18 @@ def run_script(script: Path, *arguments: str) -> str:
     return printed
 
 
-def torchrun(script: Path, *arguments: str) -> str:
+def torchrun(script: Path | str, *arguments: str) -> str:
     """What the first of two processes prints, started by the function behind `torchrun --standalone`."""
     with tempfile.TemporaryDirectory() as folder:
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=2, start_method="forkserver", run_id="tests", max_restarts=0,
             rdzv_backend="c10d", rdzv_endpoint="localhost:0", logs_specs=DefaultLogsSpecs(folder, redirects=Std.ALL),
         )  # fmt: skip
-        elastic_launch(config, _run)(script, arguments)
+        try:
+            elastic_launch(config, _run)(script, arguments)
+        except ChildFailedError as error:
+            logs = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).rglob("stderr.log"))]
+            raise AssertionError("\n".join(logs)) from error
         (printed,) = Path(folder).rglob("0/stdout.log")
         return printed.read_text(encoding="utf-8")
 
@@ -80,6 +85,6 @@ def _redirect_and_run(printed: Path, script: Path, arguments: tuple[str, ...]) -
     _run(script, arguments)
 
 
-def _run(script: Path, arguments: tuple[str, ...]) -> None:
+def _run(script: Path | str, arguments: tuple[str, ...]) -> None:
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")
