@@ -71,7 +71,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Resul
     folder = tmp_path_factory.mktemp("trained")
     images, model = stripes(folder / "images", 40, 0), folder / "model.safetensors"
     with torch.device("cpu"):
-        made = call("train", images, "-o", model, "--budget", "36steps", "--device", "cpu", "--batch-size", 8, *SMALL)
+        made = call("train", images, "-o", model, "--budget", "24steps", "--device", "cpu", "--batch-size", 8, *SMALL)
     return images, model, made
 
 

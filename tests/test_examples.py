@@ -30,7 +30,7 @@ def test_pretrained_resnet() -> None:
 
 
 def test_segmentation_learns() -> None:
-    assert load("segmentation")["main"](images=384, epochs=8) > 0.95
+    assert load("segmentation")["main"](images=256, epochs=6) > 0.95
 
 
 @pytest.mark.filterwarnings("ignore::Warning:pytorch_lightning")
