@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import LaunchConfig, elastic_launch
 
-__all__ = ["run", "run_script", "run_two", "start", "torchrun"]
+__all__ = ["run", "run_script", "run_two", "start", "start_script", "torchrun"]
 
 T = TypeVar("T")
 
@@ -51,10 +51,15 @@ def start(function: Callable[..., None], *arguments: Any) -> BaseProcess:
     return process
 
 
-def run_script(script: Path, *arguments: str) -> str:
-    """All that a script prints, on either stream; it must end without an error."""
+def start_script(printed: Path, script: Path, *arguments: str, **environment: str) -> BaseProcess:
+    """A process that runs a script; all that it prints, on either stream, goes into a file."""
+    return start(_redirect_and_run, printed, script, arguments, environment)
+
+
+def run_script(script: Path, *arguments: str, **environment: str) -> str:
+    """All that a script prints; it must end without an error."""
     with tempfile.TemporaryDirectory() as folder:
-        process = start(_redirect_and_run, Path(folder) / "printed", script, arguments)
+        process = start_script(Path(folder) / "printed", script, *arguments, **environment)
         process.join(300)
         printed = (Path(folder) / "printed").read_text(encoding="utf-8")
     assert process.exitcode == 0, printed
@@ -77,11 +82,13 @@ def torchrun(script: Path | str, *arguments: str) -> str:
         return printed.read_text(encoding="utf-8")
 
 
-def _redirect_and_run(printed: Path, script: Path, arguments: tuple[str, ...]) -> None:
+def _redirect_and_run(printed: Path, script: Path, arguments: tuple[str, ...], environment: dict[str, str]) -> None:
     """Also what is printed past Python's own streams, or by a logger that has kept one of them."""
     with printed.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    os.environ.update(environment)
+    torch.set_num_threads(1)  # as in the process of the tests: another number has other last bits
     _run(script, arguments)
 
 
