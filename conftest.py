@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -24,6 +25,18 @@ if not torch.cuda.is_available():
     )  # kernels run here too, as numpy; has to be said before they are read
 if find_spec("triton") is None:
     collect_ignore_glob = ["src/misconv/_triton/*.py", "tests/test_triton*.py"]
+elif os.environ.get("TRITON_INTERPRET") == "1":
+    from triton.runtime import interpreter
+
+    # At every call of a function the interpreter patches Triton's language for it, although once is enough; that took
+    # two fifths of the time of all kernels.
+    _patch_once = functools.cache(interpreter._patch_lang)
+
+    def _call(self: interpreter.InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
+        _patch_once(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = _call
 
 # One process a core (pytest-xdist); threads of torch on top of that would only get in each other's way; also those of
 # the processes that tests start.
