@@ -66,8 +66,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # "No bit" can be asked for only where a repeated computation repeats its bits.
     torch.backends.cudnn.deterministic = True
-    # Tensors made without a device or a type follow the command line, in tests and in doctests.
-    torch.set_default_device(config.getoption("--device"))
+    # Tensors made without a device or a type follow the command line, in tests and in doctests. The CPU is the default of
+    # torch; to ask for it puts a mode around every call, which costs time, most of all while something compiles.
+    if config.getoption("--device") != "cpu":
+        torch.set_default_device(config.getoption("--device"))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -35,10 +35,8 @@ def _single_precision() -> None:
 @pytest.fixture
 def _on_a_cpu() -> Iterator[None]:
     """Where the test looks at every image that a density gets, or compares bits that only a CPU promises."""
-    before = torch.get_default_device()
-    torch.set_default_device("cpu")
-    yield
-    torch.set_default_device(before)
+    with torch.device("cpu"):
+        yield
 
 
 def digits(count: int = 96) -> tuple[Tensor, Tensor]:
