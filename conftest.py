@@ -6,10 +6,8 @@ import functools
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 # Some virtual machines announce AMX and kill the process that uses it, as oneDNN does for bfloat16. It is read before
 # the first product is computed; no result here depends on it.
@@ -115,15 +113,6 @@ def compiler(request: pytest.FixtureRequest) -> None:
     if request.getfixturevalue("backend") == "inductor" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         pytest.skip("torch.compile's inductor needs a C++ compiler")
     torch.compiler.reset()
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The page of `misconv app`, which takes no file of more than a megabyte; files share it, for it starts slowly."""
-    from tests.app_server import started
-
-    with started(tmp_path_factory, "--upload-limit", "1") as made:
-        yield made
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import socket
 import struct
 import sys
 import zlib
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ import misconv
 from misconv import cli, impute
 from misconv.app import analysis, holes, looks, models, pictures, report
 from misconv.app.models import Models
-from tests.app_server import QUICK, Server, shared_cache
+from tests.app_server import QUICK, Server, shared_cache, started
 
 
 @pytest.fixture(scope="module")
@@ -335,6 +336,12 @@ def test_what_is_shown_was_not_learned_from() -> None:
 
 
 # The server ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(fitted: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with started(tmp_path_factory, "--upload-limit", "1") as made:
+        yield made
 
 
 def ask(server: Server, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, dict[str, str], str]:
