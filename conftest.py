@@ -6,8 +6,10 @@ import functools
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 # Some virtual machines announce AMX and kill the process that uses it, as oneDNN does for bfloat16. It is read before
 # the first product is computed; no result here depends on it.
@@ -64,10 +66,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # "No bit" can be asked for only where a repeated computation repeats its bits.
     torch.backends.cudnn.deterministic = True
-    # Tensors made without a device or a type follow the command line, in tests and in doctests. The CPU is the default of
-    # torch; to ask for it puts a mode around every call, which costs time, most of all while something compiles.
-    if config.getoption("--device") != "cpu":
-        torch.set_default_device(config.getoption("--device"))
+    _set_default_device(config)
+
+
+def _set_default_device(config: pytest.Config) -> None:
+    """Tensors made without a device or a type follow the command line, in tests and in doctests.
+
+    The CPU is torch's own default. To ask for it would put a mode around every call of torch, which costs time, most of
+    all while something compiles.
+    """
+    device = config.getoption("--device")
+    torch.set_default_device(None if device == "cpu" else device)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -113,6 +122,13 @@ def compiler(request: pytest.FixtureRequest) -> None:
     if request.getfixturevalue("backend") == "inductor" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         pytest.skip("torch.compile's inductor needs a C++ compiler")
     torch.compiler.reset()
+
+
+@pytest.fixture
+def without_default_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    torch.set_default_device(None)
+    yield
+    _set_default_device(request.config)
 
 
 @pytest.fixture
