@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 # Some virtual machines announce AMX and kill the process that uses it, as oneDNN does for bfloat16. It is read before
 # the first product is computed; no result here depends on it.
@@ -22,6 +25,18 @@ if not torch.cuda.is_available():
     )  # kernels run here too, as numpy; has to be said before they are read
 if find_spec("triton") is None:
     collect_ignore_glob = ["src/misconv/_triton/*.py", "tests/test_triton*.py"]
+elif os.environ.get("TRITON_INTERPRET") == "1":
+    from triton.runtime import interpreter
+
+    # At every call of a function the interpreter patches Triton's language for it, although once is enough; that took
+    # two fifths of the time of all kernels.
+    _patch_once = functools.cache(interpreter._patch_lang)
+
+    def _call(self: interpreter.InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
+        _patch_once(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = _call
 
 # One process a core (pytest-xdist); threads of torch on top of that would only get in each other's way; also those of
 # the processes that tests start.
@@ -51,8 +66,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # "No bit" can be asked for only where a repeated computation repeats its bits.
     torch.backends.cudnn.deterministic = True
-    # Tensors made without a device or a type follow the command line, in tests and in doctests.
-    torch.set_default_device(config.getoption("--device"))
+    _set_default_device(config)
+
+
+def _set_default_device(config: pytest.Config) -> None:
+    """Tensors made without a device or a type follow the command line, in tests and in doctests.
+
+    The CPU is torch's own default. To ask for it would put a mode around every call of torch, which costs time, most of
+    all while something compiles.
+    """
+    device = config.getoption("--device")
+    torch.set_default_device(None if device == "cpu" else device)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -98,6 +122,13 @@ def compiler(request: pytest.FixtureRequest) -> None:
     if request.getfixturevalue("backend") == "inductor" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         pytest.skip("torch.compile's inductor needs a C++ compiler")
     torch.compiler.reset()
+
+
+@pytest.fixture
+def without_default_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    torch.set_default_device(None)
+    yield
+    _set_default_device(request.config)
 
 
 @pytest.fixture

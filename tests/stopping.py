@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import misconv
+from tests.processes import start_script
 
 __all__ = ["interrupted"]
 
 
-def interrupted(command: Sequence[str], checkpoint: Path, result: Path, environment: Mapping[str, str]) -> str:
-    """Interrupt a command once its checkpoint is there; what it said on stderr.
+def interrupted(checkpoint: Path, result: Path, *arguments: str) -> str:
+    """Interrupt `misconv` with these arguments once its checkpoint is there; what it said.
 
     A machine with other work may look too late, when the command has ended; then it is started once more.
     """
+    said, command = result.with_name("said"), Path(misconv.__file__).with_name("__main__.py")
     for _ in range(5):
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment) as process:  # fmt: skip
-            end = time.monotonic() + 300
-            while not checkpoint.exists() and process.poll() is None and time.monotonic() < end:
-                time.sleep(0.005)
-            process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=300)
-        if process.returncode != 0:
-            assert process.returncode == 130, said
-            return said
+        process = start_script(said, command, *arguments)
+        end = time.monotonic() + 300
+        while not checkpoint.exists() and process.is_alive() and time.monotonic() < end:
+            time.sleep(0.005)
+        if process.is_alive():
+            os.kill(process.pid or 0, signal.SIGINT)
+        process.join(300)
+        text = said.read_text(encoding="utf-8")
+        if process.exitcode != 0:
+            assert process.exitcode == 130, text
+            return text
         result.unlink()
     raise AssertionError("the command ended five times before it was stopped")

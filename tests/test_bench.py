@@ -226,14 +226,6 @@ command.write(command.run(device, sections, quick=True, seed=1, keep=command.Kee
     assert json.loads(out.read_text(encoding="utf-8"))["sections"].keys() == {"nll"}
 
 
-def test_it_is_a_command_of_the_package() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "misconv", "bench", "--device", "tpu"], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "misconv: --device must be cuda or cpu, got 'tpu'\n"
-
-
 def test_rows_that_need_too_much_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "PLAIN_MOST_BYTES", 1e4)
     said: list[str] = []

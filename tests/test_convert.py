@@ -21,6 +21,7 @@ import misconv
 from misconv import MFA, ConvDMFA
 from misconv.convert import Converted, convert
 from misconv.functional import expected_activation
+from tests.processes import run_two
 from tests.reference import random_mfa, same
 
 NAN = float("nan")
@@ -288,22 +289,18 @@ def test_a_patch_embedding() -> None:
     assert torch.equal(net(x), model(x))
 
 
-def test_attention_takes_its_fast_path_as_before() -> None:
+def test_attention_takes_its_fast_path_as_before(request: pytest.FixtureRequest) -> None:
     """It rounds differently, and is left as soon as anybody watches the functions of torch, as a default device does."""
-    device = torch.get_default_device()
     model = torchvision.models.VisionTransformer(32, 8, 1, 2, 16, 32, num_classes=3).eval().float()
     nn.init.normal_(model.heads.head.weight)
     x = torch.rand(2, 3, 32, 32, dtype=torch.float32)
-    torch.set_default_device(None)
-    try:
-        net = convert(model, stem="conv_proj")
-        # A fused kernel would round the first convolution in its own way; without it a GPU has the same bits too.
-        with torch.no_grad(), contextlib.nullcontext() if x.device.type == "cpu" else misconv.plain():
-            assert torch.equal(net(x), model(x))
-        assert torch._C._len_torch_function_stack() == 0
-        assert not torch.overrides.has_torch_function((x,))
-    finally:
-        torch.set_default_device(device)
+    request.getfixturevalue("without_default_device")  # from here on: the tensors above are where the others are
+    net = convert(model, stem="conv_proj")
+    # A fused kernel would round the first convolution in its own way; without it a GPU has the same bits too.
+    with torch.no_grad(), contextlib.nullcontext() if x.device.type == "cpu" else misconv.plain():
+        assert torch.equal(net(x), model(x))
+    assert torch._C._len_torch_function_stack() == 0
+    assert not torch.overrides.has_torch_function((x,))
 
 
 # A module like any other ---------------------------------------------------------------------------------------------
@@ -587,7 +584,7 @@ def test_two_processes_have_the_gradients_of_one(tmp_path: Path, dtype: torch.dt
     if dtype != torch.float64 or torch.get_default_device().type != "cpu":
         pytest.skip("gloo, in double precision")
     meeting, gradients = str(tmp_path / "meeting"), str(tmp_path / "gradients.pt")
-    torch.multiprocessing.spawn(gradients_of_half, (meeting, gradients), nprocs=2)
+    run_two(gradients_of_half, meeting, gradients)
     net, (x, observed) = seeded()
     net(x, observed).square().mean().backward()
     found = torch.load(gradients)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import misconv
 from misconv import MFA, ConvDMFA, MisConv2d
 from misconv.convert import Converted, convert
+from tests.processes import run_two
 from tests.reference import random_mfa, same
 
 
@@ -399,6 +400,7 @@ def test_a_slope_that_depends_on_the_mode() -> None:
         torch.testing.assert_close(net(p), (p.weights.view(2, 3, 1, 1, 1) * values).sum(1))
 
 
+@pytest.mark.usefixtures("without_default_device")
 def test_modes_of_torch_functions_behind_the_stem() -> None:
     """A default device that the network sets for itself must be obeyed."""
 
@@ -408,17 +410,12 @@ def test_modes_of_torch_functions_behind_the_stem() -> None:
             made = torch.zeros(1)
         return m.head(y), made.device
 
-    default = torch.get_default_device()
-    torch.set_default_device(None)
-    try:
-        net = convert(Net(forward).eval())
-        assert net(images()[0])[1].type == "meta"
-    finally:
-        torch.set_default_device(default)
+    net = convert(Net(forward).eval())
+    assert net(images()[0])[1].type == "meta"
 
 
 @pytest.mark.usefixtures("without_tf32")
-def test_flex_attention_behind_the_stem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_attention_behind_the_stem(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention import flex_attention as module
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -433,14 +430,10 @@ def test_flex_attention_behind_the_stem(monkeypatch: pytest.MonkeyPatch) -> None
     model = Net(forward).eval()
     model.conv = nn.Conv2d(3, 16, 3)
     model, x = model.float(), torch.rand(1, 3, 8, 8, dtype=torch.float32)
-    default = torch.get_default_device()
-    torch.set_default_device(None)
-    try:
-        with torch.no_grad():
-            net = convert(model)
-            torch.testing.assert_close(net(x), model(x))
-    finally:
-        torch.set_default_device(default)
+    request.getfixturevalue("without_default_device")  # from here on: the tensors above are where the others are
+    with torch.no_grad():
+        net = convert(model)
+        torch.testing.assert_close(net(x), model(x))
 
 
 def test_inference_mode() -> None:
@@ -508,7 +501,7 @@ def test_sync_batch_norm_over_processes(tmp_path: Path, dtype: torch.dtype) -> N
     if dtype != torch.float64 or torch.get_default_device().type != "cpu":
         pytest.skip("gloo, in double precision")
     meeting, results = str(tmp_path / "meeting"), str(tmp_path / "results")
-    torch.multiprocessing.spawn(one_process, (meeting, results), nprocs=2)
+    run_two(one_process, meeting, results)
     model, p = synchronised()
     net = convert(model)
     expected = net(p)

@@ -2,19 +2,17 @@ from __future__ import annotations
 
 import copy
 import math
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from misconv import MFA, SMFA, ConvDMFA, LinearDMFA, impute, missing
 from misconv._density import em as _em
 from misconv._density import em_data as _em_data
+from tests.processes import run_two
 from tests.reference import random_mfa
 
 
@@ -123,27 +121,21 @@ def test_forward_conditions_the_mixture() -> None:
     torch.testing.assert_close(nothing.mean, prior.mean)
 
 
-TWO_PROCESSES = """
-import sys, torch, torch.distributed as dist
-from misconv import SMFA
-rank, folder = int(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-x, observed = torch.load(f"{folder}/data.pt")
-mine = slice(0, 170) if rank == 0 else slice(170, None)
-density = SMFA(3, 2).fit(x[mine], observed[mine], iterations=6)
-torch.save((density.means, density.factors, density.noise, density.history), f"{folder}/result{rank}.pt")
-dist.destroy_process_group()
-"""
+def fit_share(rank: int, folder: Path) -> None:
+    """One of two processes."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    x, observed = torch.load(folder / "data.pt")
+    mine = slice(0, 170) if rank == 0 else slice(170, None)
+    density = SMFA(3, 2).fit(x[mine], observed[mine], iterations=6)
+    torch.save((density.means, density.factors, density.noise, density.history), folder / f"result{rank}.pt")
+    distributed.destroy_process_group()
 
 
 def test_two_processes_give_the_result_of_one(tmp_path: Path) -> None:
     _, x, observed = planted(400)
     torch.save((x, observed), tmp_path / "data.pt")
-    (tmp_path / "run.py").write_text(textwrap.dedent(TWO_PROCESSES))
-    commands = [[sys.executable, str(tmp_path / "run.py"), str(rank), str(tmp_path)] for rank in (0, 1)]
-    for process in [subprocess.Popen(command) for command in commands]:
-        assert process.wait(timeout=120) == 0
+    run_two(fit_share, tmp_path)
     one = SMFA(3, 2).fit(x, observed, iterations=6)
     for rank in (0, 1):
         means, factors, noise, history = torch.load(tmp_path / f"result{rank}.pt")

@@ -50,7 +50,7 @@ def test_the_python_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")  # of torchrun
     Path("script.py").write_text(shortened(script(path)))
     with torch.device("cpu"):
-        runpy.run_path("script.py", run_name="__main__")
+        runpy.run_path("script.py", run_name="page")  # processes that a page starts would run a `__main__` once more
     matplotlib.pyplot.close("all")
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.processes import run_script, torchrun
 
 FOLDER = Path(__file__).parent.parent / "examples"
 
@@ -31,7 +30,7 @@ def test_pretrained_resnet() -> None:
 
 
 def test_segmentation_learns() -> None:
-    assert load("segmentation")["main"](images=384, epochs=8) > 0.95
+    assert load("segmentation")["main"](images=256, epochs=6) > 0.95
 
 
 @pytest.mark.filterwarnings("ignore::Warning:pytorch_lightning")
@@ -47,17 +46,10 @@ def test_lightning_trainer() -> None:
 
 @pytest.mark.parametrize("name", ["pretrained_resnet", "segmentation", "lightning_module"])
 def test_as_a_newcomer_runs_it(name: str) -> None:
-    """In a fresh Python, where tensors are on the CPU, also beside a GPU; no advice about Tensor Cores."""
-    command = [sys.executable, str(FOLDER / f"{name}.py"), "--images", "64", "--epochs", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert name == "lightning_module" or "Tensor Cores" not in done.stderr + done.stdout
+    """In a process where tensors are on the CPU, also beside a GPU; no advice about Tensor Cores."""
+    printed = run_script(FOLDER / f"{name}.py", "--images", "64", "--epochs", "1")
+    assert name == "lightning_module" or "Tensor Cores" not in printed
 
 
 def test_torchrun_with_two_processes() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(FOLDER / "distributed.py"), "--images", "128", "--epochs", "1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "2 processes, loss" in done.stdout
+    assert "2 processes, loss" in torchrun(FOLDER / "distributed.py", "--images", "128", "--epochs", "1")

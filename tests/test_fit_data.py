@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from misconv._checks import warn_if_inverted
 from misconv._train import budget as _budget
 from misconv._train import moves as moves_of
 from misconv._train import one_device, scores, streams
+from tests.processes import run, start
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +35,8 @@ def _single_precision() -> None:
 @pytest.fixture
 def _on_a_cpu() -> Iterator[None]:
     """Where the test looks at every image that a density gets, or compares bits that only a CPU promises."""
-    before = torch.get_default_device()
-    torch.set_default_device("cpu")
-    yield
-    torch.set_default_device(before)
+    with torch.device("cpu"):
+        yield
 
 
 def digits(count: int = 96) -> tuple[Tensor, Tensor]:
@@ -369,46 +368,44 @@ class Dropping(nn.Module):
         return found
 
 
-KILLED = """
-import sys, torch
-torch.set_num_threads(1)
-from torch.utils.data import Dataset
-from misconv import UNetDMFA, data, fit_density, missing
-x, _ = data.digits()
-x = x[:160].masked_fill(~missing.square(160, 8, 8, generator=torch.Generator().manual_seed(0)), torch.nan)
-asked = 0
-class Items(Dataset):
-    def __len__(self): return 160
-    def __getitem__(self, index):
-        global asked
-        asked += 1
-        if asked % 200 == 0: print("working", flush=True)
-        return x[index]
-def fit(checkpoint):
-    torch.manual_seed(0)
-    density = UNetDMFA(1, rank=1, widths=(4, 4), depths=(1, 1))
-    fit_density(density, Items(), steps=60, batch_size=16, progress=False, checkpoint=checkpoint)
+class Counted(Dataset[Tensor]):
+    """Images that tell of every 200th time that one of them is asked for."""
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        self.x, self.asked, self.tell = coded(160), 0, tell
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.asked += 1
+        if self.asked % 200 == 0:
+            self.tell(self.asked)
+        return self.x[index]
+
+
+def fit_counted(checkpoint: Path | None, tell: Callable[[int], None]) -> UNetDMFA:
+    torch.set_num_threads(1)
+    density = small()
+    fit_density(density, Counted(tell), steps=60, batch_size=16, progress=False, checkpoint=checkpoint)
     return density
-if __name__ == "__main__":
-    fit(sys.argv[1])
-    print("done")
-"""
+
+
+def fit_and_tell(checkpoint: Path, ready: Connection) -> None:
+    fit_counted(checkpoint, ready.send)
 
 
 @pytest.mark.usefixtures("_on_a_cpu")
-def test_a_run_that_is_killed_can_be_called_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_killed_can_be_called_again(tmp_path: Path) -> None:
     """SIGKILL in the middle of an epoch."""
-    names: dict[str, Any] = {"__name__": "killed"}
-    exec(compile(KILLED, "killed", "exec"), names)
     path = tmp_path / "run"
-    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(3)]
-        process.send_signal(signal.SIGKILL)
-    assert lines == ["working\n"] * 3
+    asked, ready = Pipe(duplex=False)
+    process = start(fit_and_tell, path, ready)
+    assert [asked.recv() for _ in range(3)] == [200, 400, 600]
+    process.kill()
+    process.join()
     assert 0 < len(store.read(path)[1]["jobs"][0]["history"]) < 20
-    assert same(names["fit"](path), names["fit"](None))
+    assert same(*(fit_counted(checkpoint, lambda asked: None) for checkpoint in (path, None)))
 
 
 def test_another_stream_or_budget_does_not_go_on_from_it(tmp_path: Path) -> None:
@@ -708,35 +705,47 @@ def test_a_worker_that_dies(tmp_path: Path) -> None:
 
 # Memory ------------------------------------------------------------------------------------------------------------
 
-PEAK = """
-import resource, torch
-torch.set_num_threads(1)
-from torch.utils.data import Dataset
-from misconv import MFA, fit_density
-class Items(Dataset):
-    def __init__(self, count): self.count = count
-    def __len__(self): return self.count
-    def __getitems__(self, indices):
-        x = (torch.tensor(indices).view(-1, 1) * 7 + torch.arange(64.)).remainder_(17).view(-1, 1, 8, 8)
+
+class Computed(Dataset[Tensor]):
+    """Images that are nowhere until they are asked for."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        x = (torch.tensor(indices).view(-1, 1) * 7 + torch.arange(64.0)).remainder_(17).view(-1, 1, 8, 8)
         x[:, :, 3] = torch.nan
         return list(x)
-class Constant(torch.nn.Module):
-    def __init__(self):
+
+
+class Constant(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
-        self.mean = torch.nn.Parameter(torch.zeros(()))
-    def forward(self, x, observed):
+        self.mean = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor, observed: Tensor) -> MFA:
         means = self.mean.expand(len(x), 1, 1, 8, 8)
-        return MFA(x.new_zeros(len(x), 1), means, x.new_zeros(len(x), 1, 0, 1, 8, 8), torch.ones_like(means)).fix(x, observed)
-for count in (1000, 20_000, 100_000):
-    fit_density(Constant(), Items(count), epochs=1, batch_size=500, progress=False)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-"""
+        p = MFA(x.new_zeros(len(x), 1), means, x.new_zeros(len(x), 1, 0, 1, 8, 8), torch.ones_like(means))
+        return p.fix(x, observed)
+
+
+def peaks() -> list[int]:
+    """The largest memory of this process, in KiB, after fits to more and more images."""
+    import resource  # POSIX's
+
+    torch.set_num_threads(1)
+    found = []
+    for count in (1000, 20_000, 100_000):
+        fit_density(Constant(), Computed(count), epochs=1, batch_size=500, progress=False)
+        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return found
 
 
 def test_memory_does_not_grow_with_the_number_of_images() -> None:
     """From 20,000 images on, of which as many are set aside as ever are, by less than half of what the others take."""
-    command = [sys.executable, "-W", "ignore", "-c", PEAK]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    few, more, many = map(int, done.stdout.split())  # KiB
+    few, more, many = run(peaks)
     assert many < 1.1 * few
     assert many - more < 80_000 * 256 / 1024 / 2

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import math
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from misconv import MFA, SMFA, ConvDMFA, LinearDMFA, missing
 from misconv._train.identity import difference, fingerprint, identify, identify_data, identify_module
+from tests.processes import run
 
 
 def other(module: nn.Module, wanted: nn.Module) -> str | None:
@@ -114,6 +115,13 @@ def test_what_does_not_matter() -> None:
     assert other(SMFA(2, 1).fit(x, observed, iterations=2), SMFA(2, 1)) is None
 
 
+def identities(folder: Path, names: list[str]) -> dict[str, Any]:
+    """Of the classes `Net` of some modules in a folder, after a way through a file."""
+    sys.path.insert(0, str(folder))
+    found = {name: identify_module(importlib.import_module(name).Net()) for name in names}
+    return dict(json.loads(json.dumps(found)))
+
+
 def test_a_class_is_known_by_what_it_does(tmp_path: Path) -> None:
     """In another process, from another file, with another comment; but not with another forward."""
     text = "import torch\nfrom torch import nn\nclass Net(nn.Module):\n    def forward(self, x):\n        {}\n        return {}\n"
@@ -126,10 +134,7 @@ def test_a_class_is_known_by_what_it_does(tmp_path: Path) -> None:
         (tmp_path / f"{name}.py").write_text(text.format(*parts))
     found: dict[str, Any] = {}
     for names in (["a"], ["b", "c"]):
-        each = ", ".join(f"i(__import__({name!r}).Net())" for name in names)
-        code = f"import json; from misconv._train.identity import identify_module as i; print(json.dumps([{each}]))"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
-        found |= dict(zip(names, json.loads(done.stdout), strict=True))
+        found |= run(identities, tmp_path, names)
     assert difference(found["a"], found["b"]) is None
     assert "its code is" in str(difference(found["a"], found["c"]))
 

@@ -181,13 +181,12 @@ def test_budgets(text: str, budget: dict[str, float]) -> None:
 def test_a_stopped_fit_goes_on(pictures: Path, tmp_path: Path) -> None:
     """Interrupted as by Ctrl-C after its first record, it leaves a checkpoint, says so, and continues from there."""
     density = tmp_path / "density.safetensors"
-    command = [sys.executable, "-m", "misconv", "fit", str(pictures), "-o", str(density), "--budget", "40steps"]
-    command += ["--device", "cpu"]
+    command = ("fit", str(pictures), "-o", str(density), "--budget", "40steps", "--device", "cpu")
     checkpoint = tmp_path / "density.safetensors.checkpoint"
-    said = interrupted(command, checkpoint, density, os.environ)
+    said = interrupted(checkpoint, density, *command)
     assert "stopped; call it again to go on where it was" in said
     assert checkpoint.exists()
-    again = call(*command[3:])
+    again = call(*command)
     assert again.exit_code == 0, again.output
     assert density.exists()
     assert not checkpoint.exists()

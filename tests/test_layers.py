@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
+import gc
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torchvision
 from timm.layers import BatchNormAct2d, Conv2dSame, StdConv2d
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from misconv.functional import (
     expected_conv2d,
     partial_conv2d,
 )
+from tests.processes import run_two
 from tests.reference import integrate, random_mfa, same, tolerance
 
 KINDS: list[tuple[str, nn.Module]] = [
@@ -330,8 +331,6 @@ class Density(nn.Module):
 
 
 def test_an_mfa_goes_into_and_comes_out_of_distributed_data_parallel() -> None:
-    import torch.distributed as dist
-
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         density, layer = Density(), MisConv2d(2, 3, 3)
@@ -352,36 +351,30 @@ def test_an_mfa_goes_into_and_comes_out_of_distributed_data_parallel() -> None:
 
 # Statistics over processes -----------------------------------------------------------------------------------------
 
-# One process of a group: its share of the images goes through the layer; outputs, gradients and statistics are saved.
-PROCESS = """
-import gc, sys, torch
-import torch.distributed as dist
-from torch import nn
-from misconv import MFA, MisConv2d
-torch.set_default_dtype(torch.float64)
-torch.set_num_threads(1)
-rank, folder = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
-images, state, momentum = torch.load(folder + "/case.pt", map_location="cpu")
-norm = nn.SyncBatchNorm(4, momentum=momentum)
-layer = MisConv2d(2, 4, 3, norm=norm)
-layer.load_state_dict(state)
-share = slice(0, 2) if rank == 0 else slice(2, 5)
-parts = [t[share].clone().requires_grad_() for t in images[:4]]
-results = []
-for _ in range(2):
-    result = layer(MFA(*parts, images[4][share]))
-    results.append(result.detach())
-weights = images[5][share]
-(result * weights).sum().backward()
-layer.eval()
-results.append(layer(MFA(*parts, images[4][share])).detach())  # no process waits for another
-gradients = [t.grad for t in (*parts, *layer.parameters())]
-torch.save((results, gradients, layer.norm.state_dict()), f"{folder}/{rank}.pt")
-del result  # its graph knows the group, whose threads must not outlive Python
-gc.collect()
-dist.destroy_process_group()
-"""
+
+def normalize_share(rank: int, folder: Path) -> None:
+    """One process of a group: its share of the images goes through the layer; what comes of it is saved."""
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    images, state, momentum = torch.load(folder / "case.pt", map_location="cpu")
+    layer = MisConv2d(2, 4, 3, norm=nn.SyncBatchNorm(4, momentum=momentum))
+    layer.load_state_dict(state)
+    share = slice(0, 2) if rank == 0 else slice(2, 5)
+    parts = [t[share].clone().requires_grad_() for t in images[:4]]
+    results = []
+    for _ in range(2):
+        result = layer(MFA(*parts, images[4][share]))
+        results.append(result.detach())
+    weights = images[5][share]
+    (result * weights).sum().backward()
+    layer.eval()
+    results.append(layer(MFA(*parts, images[4][share])).detach())  # no process waits for another
+    gradients = [t.grad for t in (*parts, *layer.parameters())]
+    torch.save((results, gradients, layer.norm.state_dict()), folder / f"{rank}.pt")
+    del result  # its graph knows the group, whose threads must not outlive Python
+    gc.collect()
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("momentum", "components"), [(0.3, 1), (None, 2)])
@@ -394,15 +387,7 @@ def test_two_processes_normalize_as_one(tmp_path: Path, momentum: float | None, 
     direction = torch.randn(5, 4, 4, 4)
     tensors = (p.logits, p.means, p.factors, p.noise, p.observed, direction)
     torch.save((tensors, layer.state_dict(), momentum), tmp_path / "case.pt")
-    (tmp_path / "process.py").write_text(PROCESS)
-    running = [
-        subprocess.Popen([sys.executable, tmp_path / "process.py", str(rank), tmp_path], stderr=subprocess.PIPE)
-        for rank in (0, 1)
-    ]
-    for process in running:
-        assert process.wait(120) == 0, process.stderr.read().decode()  # type: ignore[union-attr]
-        process.stderr.close()  # type: ignore[union-attr]
-
+    run_two(normalize_share, tmp_path)
     leaves = [t.requires_grad_() for t in (p.logits, p.means, p.factors, p.noise)]
     results = [layer(p) for _ in range(2)]
     (results[-1] * direction).sum().backward()
@@ -422,8 +407,6 @@ def test_two_processes_normalize_as_one(tmp_path: Path, momentum: float | None, 
 
 
 def test_without_a_group_statistics_over_processes_are_those_of_one() -> None:
-    import torch.distributed as dist
-
     observed = torch.rand(4, 1, 6, 6) < 0.5
     p, layer = random_mfa(4, 2, 2, (2, 6, 6), observed), MisConv2d(2, 4, 3, norm=trained_norm(4))
     twin = MisConv2d(2, 4, 3, norm=nn.SyncBatchNorm(4))

@@ -6,13 +6,12 @@ Starting them takes longest, so all scripts run one after the other in the same 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.processes import run_script, torchrun
 
 RUN = """
 import gc, json, sys, torch
@@ -164,10 +163,7 @@ def run(folder: Path, processes: int) -> dict[str, dict[str, Any]]:
     """What the first process has found in every script."""
     path = folder / "run.py"
     path.write_text(RUN)
-    command = [sys.executable, "-W", "ignore::UserWarning", str(path), str(processes), str(folder)]
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    (torchrun if processes == 2 else run_script)(path, str(processes), str(folder))
     found: dict[str, dict[str, Any]] = torch.load(folder / f"{processes}.pt")
     return found
 

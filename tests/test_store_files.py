@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import signal
 import socket
 import stat
 import subprocess
@@ -22,6 +23,7 @@ from torch import nn
 from misconv import MisConv2d, store
 from misconv._store import files as _files
 from tests import damage
+from tests.processes import run
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pipes, links, locks and permissions of POSIX")
 
@@ -285,42 +287,38 @@ def test_many_threads_write_one_file(tmp_path: Path, temporary: str) -> None:
     assert files(tmp_path) == {"model"}
 
 
-# A process that forks writers and kills them; it alone imports torch, which takes longer than all the rest.
-KILLER = """
-import os, random, signal, sys, time, torch
-from misconv import store
-from misconv._store import files as _files
-torch.set_num_threads(1)
-path, kind, kills = sys.argv[1], sys.argv[2], int(sys.argv[3])
-if kind == "named": _files._open_anonymous = lambda folder: None
-store.write(path, {"t": torch.zeros(200_000)}, {"value": 0})
-chance, seen, left = random.Random(0), [0], 0
-folder = os.path.dirname(path)
-for kill in range(kills):
-    child = os.fork()
-    if not child:
-        value = seen[-1]
-        while True:
-            value += 1
-            store.write(path, {"t": torch.full((200_000,), float(value))}, {"value": value})
-    time.sleep(chance.random() * 0.06)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    left += len(os.listdir(folder)) - 1
-    tensors, metadata = store.read(path)
-    assert tensors["t"].shape == (200_000,) and (tensors["t"] == metadata["value"]).all()
-    seen.append(metadata["value"])
-store.write(path, {}, {})
-assert os.listdir(folder) == [os.path.basename(path)], os.listdir(folder)
-print(len(set(seen)), left)
-"""
+def kill_writers(path: Path, temporary: str, kills: int) -> tuple[int, int]:
+    """Fork writers and kill them: how many versions were seen, and how many other files.
+
+    The runner has threads, which no fork survives, so this is called in a process of its own.
+    """
+    torch.set_num_threads(1)
+    if temporary == "named":
+        _files._open_anonymous = lambda folder: None
+    store.write(path, {"t": torch.zeros(200_000)}, {"value": 0})
+    chance, seen, left = random.Random(0), [0], 0
+    for _ in range(kills):
+        child = os.fork()
+        if not child:
+            value = seen[-1]
+            while True:
+                value += 1
+                store.write(path, {"t": torch.full((200_000,), float(value))}, {"value": value})
+        time.sleep(chance.random() * 0.06)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        left += len(files(path.parent)) - 1
+        tensors, metadata = store.read(path)
+        assert tensors["t"].shape == (200_000,)
+        assert (tensors["t"] == metadata["value"]).all()
+        seen.append(metadata["value"])
+    return len(set(seen)), left
 
 
 def test_a_killed_process_leaves_a_whole_file_and_nothing_else(temporary: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLER, str(tmp_path / "state"), temporary, "40"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert result.returncode == 0, result.stderr
-    versions, left = map(int, result.stdout.split())
+    versions, left = run(kill_writers, tmp_path / "state", temporary, 40)
+    store.write(tmp_path / "state", {}, {})
+    assert files(tmp_path) == {"state"}
     assert versions > 3  # there was writing between the kills
     if temporary == "anonymous":
         assert left < 20  # a name exists for a moment only

@@ -5,11 +5,11 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from misconv import (
     training,
 )
 from misconv.training import fit_classifier
+from tests.processes import run, start
 
 
 @pytest.fixture(autouse=True)
@@ -152,47 +153,37 @@ def test_what_densities_learn_of_digits() -> None:
 
 # Interrupted runs --------------------------------------------------------------------------------------------------
 
-TRAIN = """
-import sys, torch
-torch.set_num_threads(1)
-torch.backends.cudnn.deterministic = True
-from misconv import SMFA, ConvDMFA, UNetDMFA, data, fit_density, missing
-checkpoint, result = sys.argv[1:]
-x, _ = data.digits()
-x, observed = x[:160], missing.square(160, 8, 8, generator=torch.Generator().manual_seed(0))
-torch.manual_seed(0)
-network, mixture = ConvDMFA(1, rank=2, widths=(8,), depths=(1,)), SMFA(3, 2)
-print("ready", flush=True)
-fit_density(network, x, observed, epochs=6, progress=False, checkpoint=checkpoint + "network" if checkpoint else None)
-print("ready", flush=True)
-fit_density(mixture, x, observed, epochs=8, progress=False, checkpoint=checkpoint + "em" if checkpoint else None)
-torch.save({"network": network.state_dict(), "em": mixture.state_dict()}, result)
-"""
 
-
-def start(folder: Path, checkpoint: str, result: str) -> subprocess.Popen[str]:
-    script = folder / "train.py"
-    script.write_text(TRAIN)
-    arguments = [sys.executable, str(script), checkpoint and str(folder / checkpoint), str(folder / result)]
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+def train(folder: Path, result: str, resumable: bool, ready: Connection) -> None:
+    """A network, then a mixture, in a process of their own that tells when each of them begins."""
+    torch.set_num_threads(1)
+    torch.backends.cudnn.deterministic = True
+    x, observed = images(160)
+    network, mixture = small(), SMFA(3, 2)
+    for name, density, epochs in (("network", network, 6), ("em", mixture, 8)):
+        ready.send(name)
+        checkpoint = folder / f"run-{name}" if resumable else None
+        fit_density(density, x, observed, epochs=epochs, progress=False, checkpoint=checkpoint)
+    torch.save({"network": network.state_dict(), "em": mixture.state_dict()}, folder / result)
 
 
 def test_a_killed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
     """SIGKILL in the training of the network, then in that of the mixture (tests/fuzz has more)."""
-    with start(tmp_path, "", "straight.pt") as process:
-        assert process.wait(timeout=120) == 0
+    begun, ready = Pipe(duplex=False)
     generator = random.Random(0)
-    for lines, longest in ((1, 0.35), (2, 0.08)):
-        with start(tmp_path, "run-", "resumed.pt") as process:
-            assert process.stdout is not None
-            for _ in range(lines):
-                process.stdout.readline()
-            time.sleep(generator.uniform(0, longest))
-            process.send_signal(signal.SIGKILL)
+    for last, longest in (("network", 0.35), ("em", 0.08)):
+        process = start(train, tmp_path, "resumed.pt", True, ready)
+        while begun.recv() != last:
+            pass
+        time.sleep(generator.uniform(0, longest))
+        process.kill()
+        process.join()
         for path in tmp_path.glob("run-*"):  # whatever is visible is whole
             store.read(path)
-    with start(tmp_path, "run-", "resumed.pt") as process:
-        assert process.wait(timeout=120) == 0
+    for result, resumable in (("resumed.pt", True), ("straight.pt", False)):
+        process = start(train, tmp_path, result, resumable, ready)
+        process.join(120)
+        assert process.exitcode == 0
     straight, resumed = (torch.load(tmp_path / name) for name in ("straight.pt", "resumed.pt"))
     for kind, tensors in straight.items():
         assert tensors.keys() == resumed[kind].keys()
@@ -532,24 +523,28 @@ def test_an_unwritable_checkpoint_says_so(tmp_path: Path) -> None:
                 fit_density(density, x, observed, epochs=1, checkpoint=wrong, progress=False)  # type: ignore[arg-type]
 
 
+def fit_on_a_full_disk(checkpoint: Path) -> str:
+    """What is said of it in a process that may not write another byte."""
+    import resource  # POSIX's
+
+    def rate(epoch: int) -> float:
+        raise AssertionError("it was begun")
+
+    x = torch.rand(4, 1, 8, 8)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        fit_density(small(), x, x > 0.2, learning_rate=rate, checkpoint=checkpoint, progress=False)
+    except OSError as error:
+        return str(error)
+    return "nothing"
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="limits of a process are POSIX's")
 def test_a_full_disk_is_noticed_before_the_work(tmp_path: Path) -> None:
-    """As a process sees it that may not write another byte."""
-    code = (
-        "import resource, signal, sys, torch\n"
-        "from misconv import ConvDMFA, fit_density\n"
-        "x = torch.rand(4, 1, 8, 8)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "def rate(epoch): raise SystemExit('it was begun')\n"
-        "try: fit_density(ConvDMFA(1), x, x > 0.2, learning_rate=rate, checkpoint=sys.argv[1], progress=False)\n"
-        "except OSError as error: print(error)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True, check=True
-    )
-    assert "checkpoint must be in a folder you may write to, got" in done.stdout
-    assert "File too large" in done.stdout
+    said = run(fit_on_a_full_disk, tmp_path / "run")
+    assert "checkpoint must be in a folder you may write to, got" in said
+    assert "File too large" in said
     assert list(tmp_path.iterdir()) == []
 
 

@@ -88,17 +88,15 @@ def _repeatable(kind: str, device: str) -> Iterator[None]:
 def run_case(kind: str, seed: int, device: str = "cpu") -> Outcome:
     """One case; any error that it does not expect is a failure."""
     module = importlib.import_module(f"tests.fuzz.{kind}")
-    dtype, default = torch.get_default_dtype(), torch.get_default_device()
+    dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
-    torch.set_default_device("cpu")
     try:
-        with quiet(), _repeatable(kind, device):
+        with torch.device("cpu"), quiet(), _repeatable(kind, device):
             outcome: Outcome = module.case(seed, device)
     except Exception as error:
         return failure(error)
     finally:
         torch.set_default_dtype(dtype)
-        torch.set_default_device(default)
     return outcome
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from torch import Tensor
 import misconv
 from misconv import functional
 from tests.fuzz import runner
+from tests.processes import run_script
 
 ROOT = Path(__file__).parent.parent.parent
 # Cases in this process; those that fork have a process of their own, without the threads of a test runner.
@@ -33,12 +31,10 @@ def test_random_cases(kind: str, request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("kind", FORKING)
 def test_random_cases_in_processes(kind: str) -> None:
-    command = [sys.executable, "-m", "tests.fuzz", kind, "--cases", str(FORKING[kind]), "--processes", "1"]
+    arguments = (kind, "--cases", str(FORKING[kind]), "--processes", "1")
     # Where torch sees a GPU, backward has threads of its own that no fork survives.
-    unseen = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=unseen, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{kind}: {FORKING[kind]} cases" in done.stdout
+    printed = run_script(ROOT / "tests" / "fuzz" / "__main__.py", *arguments, CUDA_VISIBLE_DEVICES="")
+    assert f"{kind}: {FORKING[kind]} cases" in printed
 
 
 def failures(kind: str, cases: int) -> list[str]:
