@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ if not torch.cuda.is_available():
     )  # kernels run here too, as numpy; has to be said before they are read
 if find_spec("triton") is None:
     collect_ignore_glob = ["src/misconv/_triton/*.py", "tests/test_triton*.py"]
-elif os.environ.get("TRITON_INTERPRET") == "1":
+elif os.environ.get("TRITON_INTERPRET") == "1" and tuple(map(int, version("triton").split(".")[:2])) >= (3, 9):
     from triton.runtime import interpreter
 
     # At every call of a function the interpreter patches Triton's language for it, although once is enough; that took
