@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -181,9 +181,10 @@ class Layer:
 
 def normalized(layer: Layer, name: str) -> Contender:
     """Convolution, BatchNorm in training and ReLU, with the gradients of their parameters: ``conv`` or ``misconv``."""
-    s, device = layer.setting, layer.weight.device
-    conv = nn.Conv2d(s.channels, s.filters, s.kernel, s.stride, s.padding, bias=False, device=device)
-    batch_norm = nn.BatchNorm2d(s.filters, device=device)
+    s = layer.setting
+    like: dict[str, Any] = {"device": layer.weight.device, "dtype": layer.weight.dtype}
+    conv = nn.Conv2d(s.channels, s.filters, s.kernel, s.stride, s.padding, bias=False, **like)
+    batch_norm = nn.BatchNorm2d(s.filters, **like)
     network: nn.Module = nn.Sequential(conv, batch_norm, nn.ReLU())
     if name == "misconv":
         network = MisConv2d.from_conv(conv, norm=batch_norm, activation=nn.ReLU())
