@@ -205,13 +205,10 @@ def _few(images: data.ImageSet) -> data.ImageSet:
         return torch.randperm(count, generator=torch.Generator().manual_seed(0), device="cpu")[:most]
 
     train, test = (some(len(part), most) for part, most in zip((images.train, images.test), FEW_IMAGES, strict=True))
-    return replace(
-        images,
-        train=images.train[train],
-        train_labels=images.train_labels[train],
-        test=images.test[test],
-        test_labels=images.test_labels[test],
-    )
+    fewer = replace(images, train=images.train[train], test=images.test[test])
+    if images.train_labels is None or images.test_labels is None:
+        return fewer
+    return replace(fewer, train_labels=images.train_labels[train], test_labels=images.test_labels[test])
 
 
 # The work ------------------------------------------------------------------------------------------------------------
