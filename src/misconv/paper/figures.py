@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Panels = list[list[Axes]]  # by row and column
 
-__all__ = ["figure_class", "imputations", "masks", "responses"]
+__all__ = ["figure_class", "generated", "imputations", "masks", "responses"]
 
 DPI = 150
 PANEL = 176  # about the width of a picture, in pixels
@@ -144,6 +144,37 @@ def imputations(
     if unsure:
         beside = [axes for row in panels[slice(*doubts)] for axes in row]
         _colour_bar(figure, beside, "UNSURE", 0, high, "standard deviation", location="right", cut=highest > high)
+    return figure
+
+
+def generated(
+    truth: Tensor, observed: Tensor, reconstructions: dict[str, Tensor], samples: dict[str, Tensor]
+) -> Figure:
+    """What autoencoders make of incomplete images, and of normal codes: a row for each method, samples on the right.
+
+    Args:
+        truth: complete images (N, C, H, W), floating point between 0 and 1 or uint8.
+        observed: bool (N, 1, H, W) or (N, C, H, W).
+        reconstructions: for each method, by its name, images (N, C, H, W).
+        samples: for the same methods, images (M, C, H, W).
+    """
+    truth = _complete("truth", truth)
+    seen = _seen("observed", observed, truth)
+    rebuilt = {name: _like(f"reconstructions[{name!r}]", x, truth) for name, x in reconstructions.items()}
+    drawn = {name: _complete(f"samples[{name!r}]", samples[name]) for name in rebuilt}
+    count, most = len(truth), max(map(len, drawn.values()))
+    heads = ["reconstruction" if column < count else "sample" for column in range(count + most)]
+    labels = ["incomplete", *rebuilt, "complete"]
+    title = "Reconstructions of incomplete test images, and samples"
+    figure, panels = _panels(title, labels, count + most, truth, heads=heads, gaps=(1, 1 + len(rebuilt)))
+    for column, image in enumerate(truth):
+        _picture(panels[0][column], image, ~seen[column], gone=True)
+        _picture(panels[-1][column], image)
+    for row, name in zip(panels[1:], rebuilt, strict=False):
+        for axes, image in zip(row, [*rebuilt[name], *drawn[name]], strict=False):
+            _picture(axes, image)
+    for axes in (*panels[0][count:], *panels[-1][count:]):
+        axes.spines[:].set_visible(False)  # of no image there is a sample
     return figure
 
 
