@@ -194,6 +194,14 @@ def test_other_tables_and_the_figure_train_nothing_more(
     assert (first / "figure-2-digits.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_some_rows_alone(file: Path, first: Path) -> None:
+    result = call("5", file, first, "--methods", "zero,misconv_dmfa")
+    assert result.exit_code == 0, result.output
+    found = json.loads((first / "table-5-digits-zero-misconv_dmfa.json").read_text())["records"]
+    assert found == [record for record in records(first) if record["method"] in ("zero", "misconv_dmfa")]
+    assert "--methods must be some of zero,mask," in call("5", file, first, "--methods", "smfa").stderr
+
+
 def test_a_table_that_is_stopped_comes_out_the_same(
     file: Path, first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -247,7 +247,8 @@ def table(
     quick: Annotated[bool, typer.Option("--quick", help="Few images and epochs, to see that everything runs.")] = False,
     plus: Annotated[bool, typer.Option(help="MisConv+, a recipe beyond the paper's, as one more row.")] = True,
     methods: Annotated[
-        str, typer.Option(metavar="NAMES", help="Of A, B and figure-A: the rows to train, with commas between them.")
+        str,
+        typer.Option(metavar="NAMES", help="Of 3, 4, 5, A, B, figure-A: the rows to train, with commas between them."),
     ] = "",
     inception: Annotated[
         Path | None,

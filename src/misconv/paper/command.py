@@ -80,7 +80,7 @@ class Plan:
     device: str | None  # None: a GPU where there is one
     quick: bool
     plus: bool
-    methods: tuple[str, ...] = ()  # of a table of our own: those to train, all if none is named
+    methods: tuple[str, ...] = ()  # those to train, all if none is named
     inception: str | Path | None = None  # weights
 
     def file(self, kind: str) -> Path:
@@ -118,7 +118,7 @@ def prepare(
         device: "cuda" or "cpu"; cuda where there is one if left out.
         quick: few images and epochs.
         plus: whether MisConv+ has a row.
-        methods: the rows of a table of our own that are to be trained, all if none is named.
+        methods: the rows of Tables 3, 4 and 5, or of one of our own, that are to be trained; all if none is named.
         inception: a file with the weights of Inception, for Table 3.
     """
     if number not in TABLES:
@@ -283,7 +283,7 @@ def _one_thread(device: torch.device) -> Iterator[None]:
 def _units(plan: Plan, experiment: Experiment) -> list[Record]:
     """The records of one data set with one shape."""
     if plan.table in GENERATION:
-        return _generation(plan, experiment).run(ROWS, range(plan.seeds))
+        return _generation(plan, experiment).run(plan.methods or ROWS, range(plan.seeds))
     if plan.table in evidence.LETTERS:
         shorter = quick_recipe(experiment.data.name, FEW_EPOCHS["classifier"]) if plan.quick else None
         return run_letter(plan.table, experiment, shorter, plan.methods, range(plan.seeds))
