@@ -323,7 +323,7 @@ def test_methods_of_a_part_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.
     assert len(json.loads((tmp_path / "figure-A-digits-zero.json").read_text())["records"]) == len(SHARES)
     for number, methods, text in (
         ("B", ["nothing"], "--methods must be some of zero,.*, got 'nothing'"),
-        ("1", ["zero"], "--methods is for the tables A and B and for figure-A, got table 1"),
+        ("1", ["zero"], "--methods is for the tables 3, 4, 5, A and B and for figure-A, got table 1"),
     ):
         with pytest.raises(ValueError, match=text):
             command.prepare(number, ["digits"], folder=tmp_path, methods=methods)

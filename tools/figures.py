@@ -1,8 +1,9 @@
-"""Draw the paper's figures with the digits of scikit-learn: `make docs` runs this (a minute on a CPU).
+"""Draw the paper's figures with the digits of scikit-learn: `make docs` runs this (a few minutes on a CPU).
 
     python tools/figures.py [--out docs/pictures]
 
-Shapes of missing regions, imputations with their uncertainty, and responses of a trained first layer.
+Shapes of missing regions, imputations with their uncertainty, responses of a trained first layer, and what autoencoders
+make of incomplete images.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from misconv import data
 from misconv.paper.cache import Cache
 from misconv.paper.classification import Experiment
 from misconv.paper.command import fabric_on
+from misconv.paper.generation import Generation, draw_generation
 from misconv.paper.illustrate import illustrate
 
 
@@ -32,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         experiment = Experiment(
             data.load("digits"), "square", Cache(folder), fabric_on("cpu"), progress=False, say=print
         )
-        for path in illustrate(experiment, options.out):
+        drawn = draw_generation(Generation(experiment), options.out / "generation.png")
+        for path in (*illustrate(experiment, options.out), drawn):
             print(path)
 
 

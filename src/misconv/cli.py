@@ -219,7 +219,7 @@ def table(
         str,
         typer.Argument(
             metavar="NUMBER",
-            help="1, 2, 6, 7, 8, 9, 10, ablation (of MisConv+) or figures. Tables of our own: A (no retraining), "
+            help="1 to 10, ablation (of MisConv+), figure-2 or figures. Tables of our own: A (no retraining), "
             "B (one recipe for all), C (its ingredients), D, E, F (the paper explained), figure-A (by share missing).",
         ),
     ],
@@ -234,7 +234,9 @@ def table(
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FILE", help="An .npz with x_train, y_train, x_test and y_test for each --dataset, in their order."
+            metavar="FILE",
+            help="An .npz with x_train, y_train, x_test and y_test for each --dataset, in their order. The tables 3, "
+            "4, 5 and 7 and figure-2 need no labels.",
         ),
     ] = None,
     seeds: Seeds = 3,
@@ -245,8 +247,13 @@ def table(
     quick: Annotated[bool, typer.Option("--quick", help="Few images and epochs, to see that everything runs.")] = False,
     plus: Annotated[bool, typer.Option(help="MisConv+, a recipe beyond the paper's, as one more row.")] = True,
     methods: Annotated[
-        str, typer.Option(metavar="NAMES", help="Of A, B and figure-A: the rows to train, with commas between them.")
+        str,
+        typer.Option(metavar="NAMES", help="Of 3, 4, 5, A, B, figure-A: the rows to train, with commas between them."),
     ] = "",
+    inception: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Of 3: weights of Inception for the FID, by torch-fidelity."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Print a table of the paper, or draw its figures.
@@ -265,12 +272,12 @@ def table(
         try:
             plan = command.prepare(
                 number, dataset or [], data or [], seeds=seeds, folder=out, device=device, quick=quick, plus=plus,
-                methods=[name.strip() for name in methods.split(",") if name.strip()],
+                methods=[name.strip() for name in methods.split(",") if name.strip()], inception=inception,
             )  # fmt: skip
         except ValueError as error:
             raise refuse(str(error)) from error
         try:
-            if number == command.FIGURES:
+            if number in command.PICTURES:
                 _draw_figures(plan, as_json)
             else:
                 _make_table(plan, as_json)

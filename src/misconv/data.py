@@ -31,6 +31,7 @@ NAMES = ("digits", "mnist", "svhn", "cifar10")
 _TITLES = {"digits": "digits", "mnist": "MNIST", "svhn": "SVHN", "cifar10": "CIFAR-10"}
 _CLASSES = {"mnist": "MNIST", "svhn": "SVHN", "cifar10": "CIFAR10"}  # as torchvision.datasets calls them
 _ARRAYS = ("x_train", "y_train", "x_test", "y_test")
+_IMAGES, _LABELS = _ARRAYS[::2], _ARRAYS[1::2]
 _MOST_CHANNELS = 16
 _MOST_CLASSES = 2**16  # a larger label is no class but a number of something else
 
@@ -142,10 +143,10 @@ class _OnIncomplete:
 
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """A data set for classification, as bytes on the CPU, in a part for training and a part for the test.
+    """A data set as bytes on the CPU, in a part for training and a part for the test.
 
-    Images are uint8 (N, C, H, W), labels int64 (N,). `name` is short, for files and options; `title` is what tables
-    call the data set.
+    Images are uint8 (N, C, H, W), labels int64 (N,), or None of images without any. `name` is short, for files and
+    options; `title` is what tables call the data set.
 
     Example:
         >>> images = load("digits")
@@ -158,9 +159,18 @@ class ImageSet:
     name: str
     title: str
     train: Tensor
-    train_labels: Tensor
+    train_labels: Tensor | None
     test: Tensor
-    test_labels: Tensor
+    test_labels: Tensor | None
+
+    @property
+    def labels(self) -> tuple[Tensor, Tensor]:
+        """Of training and test images; a ValueError where there are none."""
+        if self.train_labels is None or self.test_labels is None:
+            raise ValueError(
+                f"{self.name} must have labels, y_train and y_test, to train a classifier, got images alone"
+            )
+        return self.train_labels, self.test_labels
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -171,7 +181,7 @@ class ImageSet:
     @property
     def classes(self) -> int:
         """The number of classes: the largest label, and one for zero."""
-        return int(max(self.train_labels.max(), self.test_labels.max())) + 1
+        return int(max(labels.max() for labels in self.labels)) + 1
 
 
 def load(
@@ -190,7 +200,8 @@ def load(
     Args:
         name: one of `NAMES`; with a file any name of letters, digits, "-" and "_".
         file: an .npz with the arrays ``x_train`` and ``x_test``, images uint8 (N, H, W) or (N, H, W, C) of up to 16
-            channels, and ``y_train`` and ``y_test``, labels (N,) that count from 0. It may hold a string ``title`` too.
+            channels, and ``y_train`` and ``y_test``, labels (N,) that count from 0, or no labels. It may hold a string
+            ``title`` too.
         title: what tables call the data set. By default what the file says, else the usual title, else `name`.
         folder: where torchvision keeps its files, by default ``~/.cache/misconv``.
         download: whether torchvision may download what is not in the folder.
@@ -263,7 +274,7 @@ def _split_digits() -> dict[str, Array]:
 
 
 def _read_npz(path: Path) -> tuple[dict[str, Array], str | None]:
-    """The four arrays of a file, and the title where it has one."""
+    """The arrays of a file, four or without labels two, and the title where it has one."""
     if not path.is_file():
         raise FileNotFoundError(f"file must be an .npz file, got {path}, and there is no such file")
     with path.open("rb") as stream:
@@ -275,10 +286,12 @@ def _read_npz(path: Path) -> tuple[dict[str, Array], str | None]:
                 found = {key: archive[key] for key in (*_ARRAYS, "title") if key in archive}
         except Exception as error:  # zipfile, zlib and numpy each have their own for a damaged file
             raise ValueError(f"file must be an .npz that can be read, got {path}: {error}") from error
-    lost = [key for key in _ARRAYS if not isinstance(found.get(key), np.ndarray)]
+    there = {key for key in _ARRAYS if isinstance(found.get(key), np.ndarray)}
+    needed = _ARRAYS if there & set(_LABELS) else _IMAGES  # labels of both parts, or of none
+    lost = [key for key in needed if key not in there]
     if lost:
         raise ValueError(
-            "file must hold the images x_train and x_test and their labels y_train and y_test, "
+            "file must hold the images x_train and x_test, and where they have labels both y_train and y_test, "
             f"got {path} without {' and '.join(lost)}"
         )
     title = _written_title(path, found.pop("title", None))
@@ -369,6 +382,8 @@ def _image_set(name: str, title: str, arrays: dict[str, Array], source: str) -> 
     if train.shape[1:] != test.shape[1:]:
         shapes = f"{arrays['x_train'].shape} and {arrays['x_test'].shape}"
         raise ValueError(f"x_train and x_test of {source} must hold images of one shape, got shapes {shapes}")
+    if "y_train" not in arrays:
+        return ImageSet(name, title, train, None, test, None)
     known = _labels(f"y_train of {source}", arrays["y_train"], len(train))
     asked = _labels(f"y_test of {source}", arrays["y_test"], len(test))
     _check_classes(source, known, asked)

@@ -41,6 +41,11 @@ NEEDED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "transfer": ((*_WHAT, "method"), ("seed", "accuracy", "nll", "ece", "abstention")),
     "share": ((*_WHAT, "method"), ("seed", "share", "accuracy", "nll", "ece", "abstention")),
+    "wae": (
+        (*_WHAT, "method", "features"),
+        ("seed", "frechet", "ssim", "ssim_best", "ssim_authors", "ssim_authors_best", "psnr", "psnr_best", "epoch",
+         "epochs", "seconds"),
+    ),
     "density": ((*_WHAT, "density"), ("nll", "mse", "mse_per_pixel", "ssim", "exact", "images")),
     "fit": (_WHAT, ("seconds",)),
 }  # fmt: skip

@@ -121,7 +121,7 @@ class Experiment:
         """What every unit of this experiment has in common."""
         parts = (self.data.train, self.data.train_labels, self.data.test, self.data.test_labels)
         check = 0
-        for part in parts:
+        for part in (each for each in parts if each is not None):
             check = zlib.crc32(part.numpy().tobytes(), check)
         return {"dataset": self.data.name, "crc32": check, "shape": self.shape, "fraction": REGIONS[self.shape]}
 
@@ -138,7 +138,8 @@ class Experiment:
     @cached_property
     def labels(self) -> tuple[Tensor, Tensor]:
         """Of training and test images, on the device."""
-        return self.data.train_labels.to(self.device), self.data.test_labels.to(self.device)
+        train, test = self.data.labels
+        return train.to(self.device), test.to(self.device)
 
     @cached_property
     def split(self) -> tuple[Tensor, Tensor]:

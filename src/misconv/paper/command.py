@@ -24,6 +24,9 @@ from misconv.paper import evidence, tables
 from misconv.paper.cache import Cache
 from misconv.paper.classification import Experiment
 from misconv.paper.densities import DensitySettings
+from misconv.paper.features import inception_file
+from misconv.paper.generation import ROWS, Generation, check_generation, draw_generation, quick_generation
+from misconv.paper.generation_tables import NUMBERS, PAPERS, make_generation
 from misconv.paper.illustrate import check_drawable, illustrate
 from misconv.paper.letters import check_methods, quick_recipe, run_letter, shapes_of_table
 from misconv.paper.methods import TRAINED, method_named
@@ -36,12 +39,15 @@ from misconv.paper.shares import draw_shares
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["FIGURES", "TABLES", "Plan", "draw", "fabric_on", "prepare", "run", "table", "write"]
+__all__ = ["FIGURES", "PICTURES", "TABLES", "Plan", "draw", "fabric_on", "prepare", "run", "table", "write"]
 
 T = TypeVar("T")
 
-FIGURES, FIGURE_A = "figures", "figure-A"
-TABLES = (*map(str, tables.NUMBERS), *evidence.LETTERS, "ablation", FIGURES)
+FIGURES, FIGURE_2, FIGURE_A = "figures", "figure-2", "figure-A"
+PICTURES = (FIGURES, FIGURE_2)  # drawn without a table
+GENERATION = (*map(str, NUMBERS), FIGURE_2)
+TABLES = (*map(str, sorted((*tables.NUMBERS, *NUMBERS))), *evidence.LETTERS, "ablation", FIGURE_2, FIGURES)
+WITHOUT_LABELS = (*GENERATION, "7")
 # The data sets and the methods of a table; those that are not here have the paper's three, and all.
 DATASETS: dict[str, tuple[str, ...]] = {
     "7": ("svhn",),
@@ -50,13 +56,14 @@ DATASETS: dict[str, tuple[str, ...]] = {
     "D": ("svhn", "cifar10"),
     "E": ("mnist",),
     FIGURE_A: ("svhn", "cifar10"),
+    **dict.fromkeys(GENERATION, PAPERS),
 }
 USUAL = ("mnist", "svhn", "cifar10")
 SOME = {"6": ("misconv_smfa", "misconv_dmfa"), "8": ("mfa", "misconv_dmfa"), "ablation": ("misconv_dmfa",)}
 WITH_PLUS = ("1", "2", "9")
 # `--quick`: the number of images for training and for the test, and the epochs of each part.
 FEW_IMAGES = (600, 200)
-FEW_EPOCHS = {"dmfa": 1, "smfa": 2, "classifier": 1, "acflow": 1}
+FEW_EPOCHS = {"dmfa": 1, "smfa": 2, "classifier": 1, "acflow": 1, "wae": 1}
 # A tenth of them has to choose the epoch, and no pixel may be missing in all of them.
 FEWEST = 100
 MOST_SEEDS = 1000
@@ -73,7 +80,8 @@ class Plan:
     device: str | None  # None: a GPU where there is one
     quick: bool
     plus: bool
-    methods: tuple[str, ...] = ()  # of a table of our own: those to train, all if none is named
+    methods: tuple[str, ...] = ()  # those to train, all if none is named
+    inception: str | Path | None = None  # weights
 
     def file(self, kind: str) -> Path:
         """Where something of this table goes; a quick run, or one of other data, does not replace what took long."""
@@ -97,6 +105,7 @@ def prepare(
     quick: bool = False,
     plus: bool = True,
     methods: Sequence[str] = (),
+    inception: str | Path | None = None,
 ) -> Plan:
     """Check what was asked for and load the data; an error says what cannot be had, before any work.
 
@@ -109,28 +118,32 @@ def prepare(
         device: "cuda" or "cpu"; cuda where there is one if left out.
         quick: few images and epochs.
         plus: whether MisConv+ has a row.
-        methods: the rows of a table of our own that are to be trained, all if none is named.
+        methods: the rows of Tables 3, 4 and 5, or of one of our own, that are to be trained; all if none is named.
+        inception: a file with the weights of Inception, for Table 3.
     """
     if number not in TABLES:
         known = f"{', '.join(TABLES[:-1])} or {TABLES[-1]}"
-        raise ValueError(f"the table must be {known}, got {number!r}; 3, 4 and 5 (generation) are not there yet")
+        raise ValueError(f"the table must be {known}, got {number!r}")
     if number == "ablation" and not plus:
         raise ValueError("the ablation is of MisConv+, which --no-plus leaves out")
+    if inception is not None and number not in GENERATION:
+        raise ValueError(f"--inception is for the tables 3, 4 and 5 and for figure-2, got table {number}")
     check_methods(number, methods)
     names = _names(number, datasets, files)
     if not 1 <= seeds <= MOST_SEEDS:
         raise ValueError(f"--seeds must be between 1 and {MOST_SEEDS}, got {seeds}")
     _check_device(device)
     folder = _folder(folder)
-    if number == "7" or number in evidence.LETTERS:
+    if number == "7" or number in (*GENERATION, *evidence.LETTERS):
         check_metrics()
     given: Sequence[str | Path | None] = files or [None] * len(names)
     images = [_load(number, name, file) for name, file in zip(names, given, strict=True)]
-    if number == FIGURES:
+    if number in PICTURES:
         check_drawable(images)
-    plan = Plan(
-        number, [_few(i) for i in images] if quick else images, seeds, folder, device, quick, plus, tuple(methods)
-    )
+    for each in images if number in GENERATION else ():
+        check_generation(each, inception)
+    few = [_few(each) for each in images] if quick else images
+    plan = Plan(number, few, seeds, folder, device, quick, plus, tuple(methods), inception)
     _check_files(plan)
     if number == "10" and not plan.file("-bench.json").exists():
         bench.choose(device, ["table10"], plan.file("-bench.json"))
@@ -191,8 +204,12 @@ def _load(number: str, name: str, file: str | Path | None) -> data.ImageSet:
         raise ValueError(str(error)) from error
     if len(images.train) < FEWEST:
         raise ValueError(f"{name} must have at least {FEWEST} training images, got {len(images.train)}")
+    if number not in WITHOUT_LABELS:
+        images.labels  # noqa: B018  # says that there are none
     height, width = images.shape[1:]
-    least = SMALLEST if number == "7" else 2  # of smaller ones there would be no SSIM, or nothing left to see
+    least = (
+        SMALLEST if number in WITHOUT_LABELS else 2
+    )  # of smaller ones there would be no SSIM, or nothing left to see
     if min(height, width) < least:
         raise ValueError(f"{name} must have images of at least {least}×{least} pixels, got {height}×{width}")
     return images
@@ -205,13 +222,10 @@ def _few(images: data.ImageSet) -> data.ImageSet:
         return torch.randperm(count, generator=torch.Generator().manual_seed(0), device="cpu")[:most]
 
     train, test = (some(len(part), most) for part, most in zip((images.train, images.test), FEW_IMAGES, strict=True))
-    return replace(
-        images,
-        train=images.train[train],
-        train_labels=images.train_labels[train],
-        test=images.test[test],
-        test_labels=images.test_labels[test],
-    )
+    fewer = replace(images, train=images.train[train], test=images.test[test])
+    if images.train_labels is None or images.test_labels is None:
+        return fewer
+    return replace(fewer, train_labels=images.train_labels[train], test_labels=images.test_labels[test])
 
 
 # The work ------------------------------------------------------------------------------------------------------------
@@ -232,7 +246,9 @@ def draw(plan: Plan, *, progress: bool = False, say: Callable[[str], None] = lam
     """The paper's figures with images of every data set; what they need and is not there yet is trained."""
 
     def figures(experiment: Experiment) -> list[Path]:
-        folder = plan.folder / "-".join([FIGURES, experiment.data.name, *["quick"] * plan.quick])
+        folder = plan.folder / "-".join([plan.table, experiment.data.name, *["quick"] * plan.quick])
+        if plan.table == FIGURE_2:
+            return [draw_generation(_generation(plan, experiment), folder.with_name(f"{folder.name}.png"))]
         folder.mkdir(exist_ok=True)
         return illustrate(experiment, folder)
 
@@ -266,6 +282,8 @@ def _one_thread(device: torch.device) -> Iterator[None]:
 
 def _units(plan: Plan, experiment: Experiment) -> list[Record]:
     """The records of one data set with one shape."""
+    if plan.table in GENERATION:
+        return _generation(plan, experiment).run(plan.methods or ROWS, range(plan.seeds))
     if plan.table in evidence.LETTERS:
         shorter = quick_recipe(experiment.data.name, FEW_EPOCHS["classifier"]) if plan.quick else None
         return run_letter(plan.table, experiment, shorter, plan.methods, range(plan.seeds))
@@ -281,6 +299,13 @@ def _units(plan: Plan, experiment: Experiment) -> list[Record]:
     if plan.table in WITH_PLUS and plan.plus:
         found += run_plus(experiment, seeds, recipe=recipe)
     return found
+
+
+def _generation(plan: Plan, experiment: Experiment) -> Generation:
+    weights = inception_file(plan.inception, experiment.data)
+    if plan.quick:
+        return quick_generation(experiment, FEW_EPOCHS["wae"], weights)
+    return Generation(experiment, inception=weights)
 
 
 def _ablation(paper: Sequence[Record], plus: Sequence[Record]) -> list[Record]:
@@ -353,6 +378,8 @@ def table(plan: Plan, records: Sequence[Record]) -> tables.Table:
         return tables.make(10, [], benchmark=records[0])  # which says by itself that it was quick
     if plan.table in evidence.LETTERS:
         made = evidence.make_letter(plan.table, records, names)
+    elif plan.table in GENERATION:
+        made = make_generation(int(plan.table), records, names)
     elif plan.table == "ablation":
         made = tables.ablation(records, names)
     else:

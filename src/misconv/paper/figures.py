@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Panels = list[list[Axes]]  # by row and column
 
-__all__ = ["figure_class", "imputations", "masks", "responses"]
+__all__ = ["figure_class", "generated", "imputations", "masks", "responses"]
 
 DPI = 150
 PANEL = 176  # about the width of a picture, in pixels
@@ -147,6 +147,38 @@ def imputations(
     return figure
 
 
+def generated(
+    truth: Tensor, observed: Tensor, reconstructions: dict[str, Tensor], samples: dict[str, Tensor]
+) -> Figure:
+    """What autoencoders make of incomplete images, and of normal codes: a row for each method, samples on the right.
+
+    Args:
+        truth: complete images (N, C, H, W), floating point between 0 and 1 or uint8.
+        observed: bool (N, 1, H, W) or (N, C, H, W).
+        reconstructions: for each method, by its name, images (N, C, H, W).
+        samples: for the same methods, images (M, C, H, W).
+    """
+    truth = _complete("truth", truth)
+    seen = _seen("observed", observed, truth)
+    rebuilt = {name: _like(f"reconstructions[{name!r}]", x, truth) for name, x in reconstructions.items()}
+    drawn = {name: _complete(f"samples[{name!r}]", samples[name]) for name in rebuilt}
+    count, most = len(truth), max(map(len, drawn.values()))
+    heads = ["reconstructions", *[""] * (count - 1), "samples"]
+    labels = ["incomplete", *rebuilt, "complete"]
+    title = "Reconstructions of incomplete test images, and samples"
+    gaps = (1, 1 + len(rebuilt))
+    figure, panels = _panels(title, labels, count + most, truth, heads=heads, gaps=gaps, split=count)
+    for column, image in enumerate(truth):
+        _picture(panels[0][column], image, ~seen[column], gone=True)
+        _picture(panels[-1][column], image)
+    for row, name in zip(panels[1:], rebuilt, strict=False):
+        for axes, image in zip(row, [*rebuilt[name], *drawn[name]], strict=False):
+            _picture(axes, image)
+    for axes in (*panels[0][count:], *panels[-1][count:]):
+        axes.spines[:].set_visible(False)  # of no image there is a sample
+    return figure
+
+
 # Panels ------------------------------------------------------------------------------------------------------------
 
 
@@ -167,10 +199,11 @@ def _panels(
     *,
     heads: Sequence[str] = (),
     gaps: Collection[int] = (),
+    split: int | None = None,
 ) -> tuple[Figure, Panels]:
     """A figure with a panel for each row and column, a label for each row, a head for each column.
 
-    Above each of the rows in `gaps` there is some room.
+    Above each of the rows in `gaps` there is some room, and left of the column `split`.
     """
     height, width = (_magnification(images) * n for n in images.shape[-2:])
     ratios = [ratio for row in range(len(labels)) for ratio in ((0.05, 1) if row in gaps else (1,))]
@@ -181,9 +214,10 @@ def _panels(
 
     layout = ConstrainedLayoutEngine(compress=True, w_pad=4 / DPI, h_pad=4 / DPI, wspace=0, hspace=0)
     figure = Figure(figsize=size, dpi=DPI, facecolor="white", layout=layout)
-    grid = figure.add_gridspec(len(ratios), columns, height_ratios=ratios)
-    rows = [row for row, ratio in enumerate(ratios) if ratio == 1]
-    panels = [[figure.add_subplot(grid[row, column]) for column in range(columns)] for row in rows]
+    widths = [ratio for column in range(columns) for ratio in ((0.2, 1) if column == split else (1,))]
+    grid = figure.add_gridspec(len(ratios), len(widths), height_ratios=ratios, width_ratios=widths)
+    rows, places = ([n for n, ratio in enumerate(each) if ratio == 1] for each in (ratios, widths))
+    panels = [[figure.add_subplot(grid[row, place]) for place in places] for row in rows]
     for axes in figure.axes:
         axes.set(xticks=[], yticks=[])
         axes.spines[:].set(color=EDGE, linewidth=0.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from misconv.paper import splitting
+from misconv.paper import generation, splitting
 from misconv.paper.classification import Experiment
 from misconv.paper.coding import MISCODED, run_coding
 from misconv.paper.recipe import RECIPES, RecipeSettings, Runs
@@ -33,15 +33,15 @@ USUAL = {
     "F": BOTH,
     "figure-A": SHOWN,
 }
-ALLOWED = {**USUAL, "figure-A": _ROWS}
+ALLOWED = {**USUAL, "figure-A": _ROWS, **dict.fromkeys(("3", "4", "5"), generation.ROWS)}
 
 
 def check_methods(letter: str, methods: Sequence[str]) -> None:
     """Refuse rows that the table does not have; only those of a part can be asked for."""
     if not methods:
         return
-    if letter not in ("A", "B", "figure-A"):
-        raise ValueError(f"--methods is for the tables A and B and for figure-A, got table {letter}")
+    if letter not in ("3", "4", "5", "A", "B", "figure-A"):
+        raise ValueError(f"--methods is for the tables 3, 4, 5, A and B and for figure-A, got table {letter}")
     for name in methods:
         if name not in ALLOWED[letter]:
             raise ValueError(f"--methods must be some of {','.join(ALLOWED[letter])}, got {name!r}")

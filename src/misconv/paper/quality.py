@@ -14,7 +14,7 @@ from misconv._checks import check_images, check_observed, check_size, describe
 from misconv.mfa import MFA
 from misconv.paper.acflow import ACFlow
 
-__all__ = ["SMALLEST", "check_metrics", "most_probable", "quality"]
+__all__ = ["SMALLEST", "check_metrics", "most_probable", "psnr_and_ssim", "quality"]
 
 SMALLEST = 6  # pixels: the window of SSIM, 11×11, reaches 5 beyond the image, and reflection needs one more than that
 
@@ -98,7 +98,7 @@ def _each(density: Callable[[Tensor, Tensor], MFA] | ACFlow, x: Tensor, observed
     wide = torch.float32 if x.device.type == "mps" else torch.float64
     guess, log_prob = _answer(density, x, observed)
     truth, filled = x.to(wide), guess.to(wide)
-    psnr, ssim = _compare(filled.clamp(0, 1), truth)
+    psnr, ssim = psnr_and_ssim(filled.clamp(0, 1), truth)
     return {
         "nll": -log_prob.to(wide),
         "error": (filled - truth).masked_fill(~hidden, 0).square().sum((1, 2, 3)),
@@ -127,8 +127,8 @@ def check_metrics() -> None:
         raise ImportError("PSNR and SSIM come from torchmetrics: pip install 'misconv[paper]'") from error
 
 
-def _compare(filled: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
-    """PSNR and SSIM of every image, (B,) each."""
+def psnr_and_ssim(filled: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
+    """PSNR, and SSIM with its usual Gaussian window, of every image from 0 to 1, (B,) each."""
     check_metrics()
     from torchmetrics.functional import image as metrics
 

@@ -57,6 +57,13 @@ SETTINGS: dict[str, Settings] = {
     "cifar10": Settings(
         _CONVOLUTIONAL, _SMFA, ClassifierSettings("large", epochs=35, batch_size=64, learning_rate=1e-4), _FLOW
     ),
+    # For generation alone: it has no labels. The text says 50 epochs, of 18 times as many images.
+    "celeba": Settings(
+        replace(_CONVOLUTIONAL, depths=(4, 3, 8, 4, 4), epochs=50, batch_size=32),
+        _SMFA,
+        ClassifierSettings("small", epochs=25, batch_size=24, learning_rate=1e-3),
+        FlowSettings(epochs=60, scales=4, batch_size=64),
+    ),
     "digits": Settings(
         _SMALL,
         replace(_SMFA, components=8, rank=4),

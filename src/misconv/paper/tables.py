@@ -12,15 +12,17 @@ from typing import Any
 
 from misconv.paper import printed
 from misconv.paper.methods import METHODS, OURS
-from misconv.paper.printed import TITLES
+from misconv.paper.printed import CLASSIFIED, TITLES
 from misconv.paper.scores import Record, Scores, margin, margins, of, of_method, scores, title_of
 
 __all__ = [
     "EVERYTHING",
+    "FROM",
     "NOTHING",
     "NOT_YET",
     "NUMBERS",
     "PAPER",
+    "STARS",
     "Table",
     "ablation",
     "as_number",
@@ -29,6 +31,7 @@ __all__ = [
     "make",
     "over_seeds",
     "seed_count",
+    "shown",
 ]
 
 NUMBERS = (1, 2, 6, 7, 8, 9, 10)
@@ -101,7 +104,7 @@ def make(
         case 10:
             return _times(benchmark)
     there = ", ".join(str(n) for n in NUMBERS)
-    raise ValueError(f"table must be one of {there}, got {number!r}; 3, 4 and 5 (generation) are not there yet")
+    raise ValueError(f"table must be one of {there}, got {number!r}; of 3, 4 and 5 it is make_generation")
 
 
 def ablation(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
@@ -205,7 +208,7 @@ def _methods(
             *ahead,
         ]
     columns = ["method", *(head for g in groups for head in g.heads)]
-    return _shown(Table(number, title, columns, list(rows.values()), notes))
+    return shown(Table(number, title, columns, list(rows.values()), notes))
 
 
 def _two(number: int, records: Sequence[Record], datasets: Sequence[str] | None) -> Table:
@@ -227,7 +230,7 @@ def _two(number: int, records: Sequence[Record], datasets: Sequence[str] | None)
             notes.append(f"{title}, {margin(second, found[second], first, found[first])}.")
     columns = ["data set", *(head for name in names for head in (name + FROM, _here(name)))]
     notes.insert(0, f"Accuracy on incomplete test images. {over_seeds(counts)}.")
-    return _shown(Table(number, what, columns, rows, notes))
+    return shown(Table(number, what, columns, rows, notes))
 
 
 def _quality(records: Sequence[Record], datasets: Sequence[str] | None) -> Table:
@@ -255,7 +258,7 @@ def _quality(records: Sequence[Record], datasets: Sequence[str] | None) -> Table
     if of(mine, density=FLOW):
         notes.append("* not in the paper's table; trained on complete images, and filled with its best guess.")
     columns = [head for name, *_ in MEASURES.values() for head in (name + FROM, _here(name))]
-    return _shown(Table(7, "Quality of the densities", ["data set", "density", *columns], rows, notes, text=2))
+    return shown(Table(7, "Quality of the densities", ["data set", "density", *columns], rows, notes, text=2))
 
 
 def _times(benchmark: Mapping[str, Any] | None) -> Table:
@@ -284,7 +287,7 @@ def _times(benchmark: Mapping[str, Any] | None) -> Table:
 # Records -----------------------------------------------------------------------------------------------------------
 
 
-def datasets_of(records: Sequence[Record], asked: Sequence[str] | None, paper: Iterable[str] = TITLES) -> list[str]:
+def datasets_of(records: Sequence[Record], asked: Sequence[str] | None, paper: Iterable[str] = CLASSIFIED) -> list[str]:
     """Those asked for, else those with records, the paper's first."""
     known = {r["dataset"]: None for r in records}
     return list(asked or sorted(known, key=lambda name: [*TITLES, name].index(name)) or paper)
@@ -341,7 +344,7 @@ def _here(title: str) -> str:
     return f"{title[:-1]}, here)" if title.endswith(")") else f"{title} (here)"
 
 
-def _shown(table: Table) -> Table:
+def shown(table: Table) -> Table:
     """Without columns of the paper that hold nothing: it has no numbers for other data sets."""
     columns = [(head, *cells) for head, *cells in zip(table.columns, *table.rows, strict=True)]
     kept = [c for c in columns if not c[0].endswith(FROM) or set(c[1:]) - {NOTHING}]

@@ -1,0 +1,114 @@
+"""Tables 3, 4 and 5 in words: the autoencoders of `misconv.paper.generation`, beside the printed numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from misconv.paper import printed
+from misconv.paper.generation import ROWS
+from misconv.paper.methods import method_named
+from misconv.paper.printed import TITLES
+from misconv.paper.scores import Margin, Record, holm, margin, of, scores, title_of
+from misconv.paper.tables import FROM, STARS, Table, as_number, cells_of, datasets_of, over_seeds, seed_count, shown
+
+__all__ = ["NUMBERS", "PAPERS", "make_generation"]
+
+NUMBERS = (3, 4, 5)
+PAPERS = ("mnist", "svhn", "celeba")  # its data sets
+OURS, BASELINE = "misconv_dmfa", "mfa"
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """What a table shows: its title, the number of a record, decimals, the better end, and what each column is."""
+
+    title: str
+    key: str
+    digits: int
+    better: Callable[..., float]
+    printed: dict[str, dict[str, float]]
+    columns: dict[str, str]
+
+
+_CHOSEN, _BEST = "here", "best test epoch, here"
+_MEASURES = {
+    3: _Measure("Fréchet distance of samples", "frechet", 2, min, printed.TABLE3, {"": _CHOSEN, "_best": _BEST}),
+    4: _Measure(
+        "SSIM of reconstructions", "ssim", 3, max, printed.TABLE4,
+        {"": _CHOSEN, "_best": _BEST, "_authors": f"7×7, {_CHOSEN}", "_authors_best": f"7×7, {_BEST}"},
+    ),
+    5: _Measure("PSNR of reconstructions", "psnr", 2, max, printed.TABLE5, {"": _CHOSEN, "_best": _BEST}),
+}  # fmt: skip
+_TOLD = {
+    4: "SSIM with a Gaussian window and a range of 1; “7×7” is the authors' variant, with a uniform window of 7×7 "
+    "pixels and a range of 2, of which the printed numbers are.",
+    5: "In decibels, the mean over images.",
+}
+
+
+def make_generation(number: int, records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
+    """The table of that number.
+
+    Args:
+        number: 3 (Fréchet distance), 4 (SSIM) or 5 (PSNR).
+        records: what the experiments wrote; those of other tables are passed over.
+        datasets: names of the data sets to show; those with records if left out, the paper's if there are none.
+    """
+    measure, mine = _MEASURES[number], of(records, kind="wae")
+    apart = [name for name in ROWS if method_named(name).sees_complete]
+    rows = {name: [method_named(name).starred] for name in ROWS}
+    columns, counts, ahead = ["method"], [], []
+    for dataset in datasets_of(mine, datasets, PAPERS):
+        title, paper = title_of(mine, dataset), measure.printed.get(dataset, {})
+        columns.append(TITLES.get(dataset, dataset) + FROM)
+        for name, row in rows.items():
+            row.append(as_number(paper.get(name), measure.digits))
+        for key, head in measure.columns.items():
+            found = {name: scores(mine, measure.key + key, dataset=dataset, method=name) for name in rows}
+            columns.append(_headed(title, head))
+            for name, cell in cells_of(found, measure.digits, measure.better, apart).items():
+                rows[name].append(cell)
+            if not key:
+                counts.append((title, seed_count(found)))
+                both = found[OURS], found[BASELINE]
+                ahead += [(title, margin(OURS, both[0], BASELINE, both[1]))] if all(both) else []
+    notes = [f"{over_seeds(counts)}. {STARS}", _EPOCHS, *_told(number, mine), *_compared(ahead, measure)]
+    return shown(Table(number, measure.title, columns, list(rows.values()), notes))
+
+
+_EPOCHS = (
+    "The error at seen pixels of validation images chooses the epoch; beside it the best epoch of each number by "
+    "itself, chosen on test images, as in the paper."
+)
+
+
+def _told(number: int, records: Sequence[Record]) -> list[str]:
+    """What was measured."""
+    if number in _TOLD:
+        return [_TOLD[number]]
+    rulers = dict.fromkeys((title_of(records, r["dataset"]), str(r["features"])) for r in records)
+    return [f"{title}: the distance is one in {features}." for title, features in rulers] + [
+        "Only numbers in the same features can be compared; the printed ones are in others."
+    ] * bool(rulers)
+
+
+def _compared(ahead: Sequence[tuple[str, Margin]], measure: _Measure) -> list[str]:
+    """MisConv and MFA imputation, seed by seed."""
+    if not ahead:
+        return []
+    lines = []
+    for (title, _), each in zip(ahead, holm([each for _, each in ahead]), strict=True):
+        difference = f"{each.points / 100:+.{measure.digits}f}".replace("-", "−")
+        over = f" over {each.seeds} seeds" if each.p is not None else ""
+        lines.append(f"{title}, MisConv (DMFA) minus MFA imputation: {difference} ({each.chance}{over}).")
+    better = "Less" if measure.better is min else "More"
+    return [
+        f"{better} is better. Compared with MFA imputation seed by seed; p of the two-sided paired t-test, corrected "
+        "by Holm's method for all data sets.",
+        *lines,
+    ]
+
+
+def _headed(title: str, head: str) -> str:
+    return f"{title[:-1]}, {head})" if title.endswith(")") else f"{title} ({head})"

@@ -1,0 +1,301 @@
+"""Tables 3, 4 and 5: what is measured and with what, that hidden pixels change nothing, and how they go on."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.ndimage import uniform_filter
+from scipy.stats import ttest_rel
+from torch import Tensor
+from typer.testing import CliRunner, Result
+
+from misconv import cli, data
+from misconv._train import engine, one_device
+from misconv.data import ImageSet
+from misconv.paper import features, generation, generation_tables, wae
+from misconv.paper.cache import Cache
+from misconv.paper.classification import Experiment
+from misconv.paper.features import FeatureSettings, Ruler, check_ruler
+from misconv.paper.generation import ROWS, Generation, image_scores
+from misconv.paper.generation_tables import make_generation
+from misconv.paper.scores import Record
+from misconv.paper.settings import SETTINGS, Settings
+
+COUNTS = (100, 20)
+SMALL = replace(wae.SETTINGS["digits"], width=4, hidden=8, latent=4, epochs=2)
+FEATURES = FeatureSettings(epochs=1, width=2, batch_size=32)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small() -> Iterator[None]:
+    usual = SETTINGS["digits"]
+    digits = Settings(*(replace(getattr(usual, f.name), epochs=1) for f in fields(usual)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SETTINGS, "digits", digits)
+        patch.setitem(wae.SETTINGS, "digits", SMALL)
+        patch.setitem(features.FEATURES, "digits", FEATURES)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _single_precision() -> None:
+    torch.set_default_dtype(torch.float32)
+
+
+def few(*, labels: bool = True) -> ImageSet:
+    images = data.load("digits")
+    train, test = COUNTS
+    known = (images.labels[0][:train], images.labels[1][:test]) if labels else (None, None)
+    return ImageSet("digits", "digits", images.train[:train], known[0], images.test[:test], known[1])
+
+
+def experiment(folder: Path, images: ImageSet | None = None, **more: Any) -> Experiment:
+    return Experiment(images or few(), "square", Cache(folder), one_device("cpu"), progress=False, **more)
+
+
+# Measures ------------------------------------------------------------------------------------------------------------
+
+
+def theirs(x: np.ndarray, y: np.ndarray) -> float:
+    """SSIM of one channel with a uniform window and a range of 2, the image reflected at its edges."""
+
+    def mean(values: np.ndarray) -> np.ndarray:
+        return np.asarray(uniform_filter(values, 7, mode="mirror"))
+
+    c1, c2 = (0.01 * 2) ** 2, (0.03 * 2) ** 2
+    mx, my = mean(x), mean(y)
+    vx, vy, vxy = mean(x * x) - mx**2, mean(y * y) - my**2, mean(x * y) - mx * my
+    return float(((2 * mx * my + c1) * (2 * vxy + c2) / ((mx**2 + my**2 + c1) * (vx + vy + c2))).mean())
+
+
+def test_scores_of_images_are_those_of_direct_computations() -> None:
+    truth, images = (torch.rand(3, 1, 16, 12, dtype=torch.float64) for _ in range(2))
+    found = image_scores(images, truth)
+    errors = (images - truth).square().mean((1, 2, 3))
+    torch.testing.assert_close(found["psnr"], -10 * errors.log10())
+    wanted = [theirs(x[0].numpy(), y[0].numpy()) for x, y in zip(images, truth, strict=True)]
+    torch.testing.assert_close(found["ssim_authors"], torch.tensor(wanted, dtype=torch.float64))
+    torch.testing.assert_close(image_scores(truth, truth)["ssim"], torch.ones(3, dtype=torch.float64))
+    assert (found["ssim"] < 0.5).all()
+
+
+def test_the_frechet_distance_is_that_of_two_normal_distributions(tmp_path: Path) -> None:
+    ruler = Ruler(experiment(tmp_path))
+    network, images = ruler.network(), torch.rand(40, 1, 8, 8)
+    assert torch.equal(network(images), ruler.network()(images)), "trained once, and the same when it is loaded"
+    truth = network(data.load("digits").test[: COUNTS[1]].float() / 255).double().numpy()
+    other = network(images).double().numpy()
+    a, b = np.cov(truth.T), np.cov(other.T)
+    values, vectors = np.linalg.eigh(a)
+    root = vectors * values.clip(0) ** 0.5 @ vectors.T
+    both = np.linalg.eigvalsh(root @ b @ root).clip(0) ** 0.5  # their sum is the trace of the root of a b
+    wanted = ((truth.mean(0) - other.mean(0)) ** 2).sum() + np.trace(a + b) - 2 * both.sum()
+    assert ruler.distance(images) == pytest.approx(wanted, rel=1e-3)
+    assert ruler.distance(images) == pytest.approx(wanted, rel=1e-3), "the test images are counted once"
+    assert ruler.title == "8 features of a network trained on the labels of digits"
+
+
+def test_a_network_without_labels_tells_how_images_were_turned(tmp_path: Path) -> None:
+    images = torch.arange(2 * 4, dtype=torch.uint8).view(2, 1, 2, 2)
+    take = features._turned(images, torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 2, 3]))
+    found = (255 * take(torch.tensor([0, 1, 3]))).round().flatten(1).tolist()
+    assert found == [[0, 1, 2, 3], [1, 3, 0, 2], [6, 4, 7, 5]]
+    ruler = Ruler(experiment(tmp_path, few(labels=False)))
+    assert math.isfinite(ruler.distance(torch.rand(8, 1, 8, 8)))
+    assert ruler.title == "8 features of a network trained on telling how images were turned, of digits"
+
+
+# What is never read --------------------------------------------------------------------------------------------------
+
+
+def measured(folder: Path, methods: list[str], images: ImageSet | None = None, filler: float = 0.0) -> list[Record]:
+    found = Generation(experiment(folder, images, filler=filler)).run(methods, [0])
+    return [{name: record[name] for name in ("method", "epoch", *generation.BETTER)} for record in found]
+
+
+def test_hidden_pixels_change_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    methods = ["mask", "partial", "misconv_dmfa"]
+    clean = measured(tmp_path / "clean", methods)
+    assert measured(tmp_path / "nan", methods, filler=math.nan) == clean
+    # The measure sees complete images, and so it is the one of the clean images here.
+    images = few()
+    hidden = ~experiment(tmp_path / "regions").train.observed
+    noisy = images.train.where(~hidden, torch.randint(256, images.train.shape, dtype=torch.uint8))
+    ruler = Ruler(experiment(tmp_path / "clean"))
+    monkeypatch.setattr(generation, "Ruler", lambda *_: ruler)
+    assert measured(tmp_path / "noise", methods, replace(images, train=noisy)) == clean
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    images = few()
+    path = tmp_path_factory.mktemp("data") / "few.npz"
+    arrays = {"x_train": images.train[:, 0], "y_train": images.labels[0]}
+    arrays |= {"x_test": images.test[:, 0], "y_test": images.labels[1]}
+    np.savez(path, **{name: array.numpy() for name, array in arrays.items()})  # type: ignore[arg-type]
+    return path
+
+
+def call(number: str, file: Path, out: Path, *more: str | Path, name: str = "digits", seeds: int = 1) -> Result:
+    given = ["--dataset", name, "--data", file, "--out", out, "--seeds", seeds, "--device", "cpu", *more]
+    return CliRunner().invoke(cli.app, ["table", number, *map(str, given)], prog_name="misconv")
+
+
+@pytest.fixture(scope="module")
+def first(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_default_dtype(torch.float32)
+    out = tmp_path_factory.mktemp("paper")
+    result = call("3", file, out)
+    assert result.exit_code == 0, result.output
+    assert all(method in result.stdout for method in ("zero", "ACFlow *", "MFA imputation", "MisConv (DMFA)", "GT *"))
+    return out
+
+
+def records(out: Path, number: int = 3) -> list[Record]:
+    found: list[Record] = json.loads((out / f"table-{number}-digits.json").read_text())["records"]
+    return found
+
+
+def test_a_record_holds_the_chosen_epoch_and_the_best(first: Path) -> None:
+    found = records(first)
+    assert [record["method"] for record in found] == list(ROWS)
+    for record in found:
+        assert record["epochs"] == SMALL.epochs
+        for name, better in generation.BETTER.items():
+            assert better(record[name], record[f"{name}_best"]) == record[f"{name}_best"]
+
+
+def test_other_tables_and_the_figure_train_nothing_more(
+    file: Path, first: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("something was trained")
+
+    for module in (generation, features):
+        monkeypatch.setattr(module, "train", fail)
+    for number in (3, 4, 5):
+        result = call(str(number), file, first)
+        assert result.exit_code == 0, result.output
+        assert records(first, number) == records(first)
+    result = call("figure-2", file, first)
+    assert result.exit_code == 0, result.output
+    assert (first / "figure-2-digits.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_some_rows_alone(file: Path, first: Path) -> None:
+    result = call("5", file, first, "--methods", "zero,misconv_dmfa")
+    assert result.exit_code == 0, result.output
+    found = json.loads((first / "table-5-digits-zero-misconv_dmfa.json").read_text())["records"]
+    assert found == [record for record in records(first) if record["method"] in ("zero", "misconv_dmfa")]
+    assert "--methods must be some of zero,mask," in call("5", file, first, "--methods", "smfa").stderr
+
+
+def test_a_table_that_is_stopped_comes_out_the_same(
+    file: Path, first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge, calls = engine.Running.judge, 0
+
+    def stop(self: Any, epoch: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls in (3, 6):  # in the middle of an autoencoder, and of the next one
+            raise KeyboardInterrupt
+        judge(self, epoch)
+
+    monkeypatch.setattr(engine.Running, "judge", stop)
+    assert [call("3", file, tmp_path).exit_code for _ in range(3)] == [130, 130, 0]
+
+    def numbers(out: Path) -> list[list[Any]]:
+        return [[record[name] for name in (*generation.BETTER, "epoch")] for record in records(out)]
+
+    assert numbers(tmp_path) == numbers(first)
+
+
+@pytest.mark.parametrize(
+    ("size", "more", "message"),
+    [
+        ((4, 4), [], "mine must have images of at least 6×6 pixels, got 4×4"),
+        ((10, 10), [], "mine must have a height and a width that are multiples of 4, .*, got 10×10"),
+        ((8, 12), [], "mine must have labels, or square images, .* got no labels and 8×12 pixels"),
+        ((8, 8), ["--inception", "w.pth"], "--inception is for images of 3 channels, got mine with 1"),
+        ((8, 8, 3), ["--inception", "nowhere.pth"], "--inception must be a file, got nowhere.pth"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_before_the_work(
+    size: tuple[int, ...], more: list[str], message: str, tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "mine.npz", **{f"x_{part}": np.zeros((100, *size), np.uint8) for part in ("train", "test")})
+    result = call("3", tmp_path / "mine.npz", tmp_path / "new", *more, name="mine")
+    assert result.exit_code == 2
+    assert re.search(message, result.stderr), result.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_weights_that_are_not_those_of_inception(tmp_path: Path, file: Path) -> None:
+    colours = replace(few(labels=False), train=few().train.repeat(1, 3, 1, 1))
+    path = tmp_path / "w.pth"
+    path.write_bytes(b"no weights")
+    with pytest.raises(ValueError, match="--inception must be weights that torch can load, got .*w.pth"):
+        check_ruler(colours, path)
+    torch.save({"fc.weight": torch.zeros(1000, 2048)}, path)
+    with pytest.raises(ValueError, match=r"--inception must be the weights of Inception v3 .*, got .*w.pth"):
+        check_ruler(colours, path)
+    result = call("1", file, tmp_path / "new", "--inception", path)
+    assert "--inception is for the tables 3, 4 and 5 and for figure-2, got table 1" in result.stderr
+
+
+# The tables in words -------------------------------------------------------------------------------------------------
+
+
+def run(method: str, seed: int, value: float, dataset: str = "mnist") -> Record:
+    found = {name + best: value + shift for name in generation.BETTER for best, shift in (("", 0.0), ("_best", 0.1))}
+    common = {"kind": "wae", "dataset": dataset, "title": "MNIST", "features": "8 features of a network"}
+    return {**common, "method": method, "seed": seed, **found}
+
+
+def test_a_table_has_the_printed_numbers_beside_ours() -> None:
+    ours, mfa = (0.5, 0.6, 0.8), (0.45, 0.5, 0.73)
+    found = [run("misconv_dmfa", seed, value) for seed, value in enumerate(ours)]
+    found += [run("mfa", seed, value) for seed, value in enumerate(mfa)]
+    made = make_generation(4, found)
+    heads = ["(paper)", "(here)", "(best test epoch, here)", "(7×7, here)", "(7×7, best test epoch, here)"]
+    assert made.columns == ["method", *(f"MNIST {head}" for head in heads)]
+    rows = {row[0]: row[1:] for row in made.rows}
+    assert rows["MisConv (DMFA)"][:3] == [".803", "**.633 ± .153**", "**.733 ± .153**"]
+    assert rows["MFA imputation"][:2] == ["–", ".560 ± .149"]
+    p = ttest_rel(ours, mfa).pvalue
+    assert f"MNIST, MisConv (DMFA) minus MFA imputation: +0.073 (p = {p:.3f} over 3 seeds)." in made.notes
+    distance = make_generation(3, found)
+    assert next(row for row in distance.rows if row[0] == "MFA imputation")[2].startswith("**")
+    assert "MNIST: the distance is one in 8 features of a network." in distance.notes
+    assert "Less is better" in "".join(distance.notes)
+
+
+@pytest.mark.parametrize("number", generation_tables.NUMBERS)
+def test_a_table_without_records(number: int) -> None:
+    made = make_generation(number, [])
+    assert len(made.rows) == len(ROWS)
+    assert [head for head in made.columns if head.endswith("(paper)")] == [
+        f"{name} (paper)" for name in ("MNIST", "SVHN", "CelebA")
+    ]
+
+
+def test_reconstructions_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    made = Generation(experiment(tmp_path))
+    network = made.load("zero", 0)
+    assert not network.training
+    take = made.experiment.take(generation.method_named("zero"), "test")
+    whole: Tensor = network.reconstruct(take(torch.arange(COUNTS[1])))
+    torch.testing.assert_close(network.reconstruct(take(torch.arange(3))), whole[:3], rtol=1e-4, atol=1e-5)
