@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "_triton": {"torch", "triton", "_backend", "_math"},
     "missing": {"torch", "numpy", "_checks", "_math"},
     "mfa": {"torch", "_torch", "_backend", "_checks", "_math", "_triton"},
-    "_conv": {"torch", "_backend", "_checks", "_math", "_triton", "mfa"},
+    "_conv": {"torch", "_torch", "_backend", "_checks", "_math", "_triton", "mfa"},
     "functional": {"torch", "_checks", "_conv", "_math", "mfa"},
     "layers": {"torch", "_checks", "_conv", "_math", "functional", "mfa"},
     "_density": {"torch", "_backend", "_checks", "_math", "_triton", "mfa"},

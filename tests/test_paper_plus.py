@@ -30,6 +30,7 @@ from tests.test_paper_classification import (
     Crash,
     Spied,
     classifier,
+    dying,
     essence,
     files,
     given_to_jobs,
@@ -355,19 +356,8 @@ def test_killed_in_any_epoch_it_ends_with_the_same_records(
     monkeypatch.setitem(VARIANTS, "with joint fine-tuning", {"tuned": 3})
     names = ["everything", variant("tuned")]
     straight = essence(run_plus(Spied(tmp_path / "straight"), [0, 1], names))
-    begin, calls = Augmented.begin, 0
-
-    def dies(self: Augmented, number: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls > call:
-            raise Crash
-        begin(self, number)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Augmented, "begin", dies)
-        with pytest.raises(Crash):
-            run_plus(Spied(tmp_path / "killed"), [0, 1], names)
+    with dying(monkeypatch, Augmented, "begin", call), pytest.raises(Crash):
+        run_plus(Spied(tmp_path / "killed"), [0, 1], names)
     assert list((tmp_path / "killed" / "running").iterdir())
     assert essence(run_plus(Spied(tmp_path / "killed"), [0, 1], names)) == straight
     assert not list((tmp_path / "killed" / "running").iterdir())

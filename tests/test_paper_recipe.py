@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import nn
 
-from misconv import data, impute
-from misconv.paper import coding, command, evidence, letters, recipe, splitting, transfer
+from misconv import data, impute, missing
+from misconv.paper import coding, command, evidence, letters, recipe, splitting
 from misconv.paper.augment import Augmented, FreshlyHidden, Versions
-from misconv.paper.densities import ALL_SHAPES, any_shape
 from misconv.paper.recipe import RECIPES, Joint, Runs
+from misconv.paper.regions import ALL_SHAPES, all_shapes
 from misconv.paper.rows import ROWS, row_named
 from misconv.paper.scores import Record
 from misconv.paper.shares import SHARES, run_shares
 from misconv.paper.supmiwae import SupMIWAE, SupMIWAESettings, log_weights
 from misconv.paper.transfer import WAYS, run_transfer
 from misconv.paper.variants import VARIANTS, run_variants
-from tests.test_paper_classification import Crash, Spied, essence, quickly, tiny
+from tests.test_paper_classification import Crash, Spied, dying, essence, quickly, tiny
 
 NAMES = [row.name for row in ROWS]
 SMALL = replace(
@@ -71,19 +71,8 @@ def test_killed_in_any_epoch_it_ends_with_the_same_records(
     """In the second epoch of sampled completions, and in that of supMIWAE."""
     names = ["hiding", "samples", "supmiwae"]
     straight = essence(Runs(Spied(tmp_path / "straight")).run(names, [0, 1]))
-    begin, calls = Augmented.begin, 0
-
-    def dies(self: Augmented, number: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls > call:
-            raise Crash
-        begin(self, number)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Augmented, "begin", dies)
-        with pytest.raises(Crash):
-            Runs(Spied(tmp_path / "killed")).run(names, [0, 1])
+    with dying(monkeypatch, Augmented, "begin", call), pytest.raises(Crash):
+        Runs(Spied(tmp_path / "killed")).run(names, [0, 1])
     assert list((tmp_path / "killed" / "running").iterdir())
     assert essence(Runs(Spied(tmp_path / "killed")).run(names, [0, 1])) == straight
 
@@ -199,7 +188,7 @@ def test_images_of_several_channels_lose_some_too(tmp_path: Path) -> None:
     runs = Runs(Spied(tmp_path, colourful()), replace(SMALL, epochs=1))
     records = run_transfer(runs, ["zero", "mean", "knn", "misconv"], [0])
     assert {record["shape"] for record in records} == set(ALL_SHAPES)
-    drawn = any_shape(3, 64, 8, 8, fraction=0.5, generator=torch.Generator().manual_seed(0))
+    drawn = all_shapes(3)(64, 8, 8, fraction=0.5, generator=torch.Generator().manual_seed(0))
     assert drawn.shape == (64, 3, 8, 8)
     assert 5 < int((drawn[:, :1] != drawn).flatten(1).any(1).sum()) < 30  # of which channels are missing
 
@@ -208,7 +197,7 @@ def test_a_network_is_asked_as_it_would_be_by_hand(tmp_path: Path) -> None:
     runs = Runs(Spied(tmp_path))
     (record,) = [r for r in run_transfer(runs, ["zero"], [0]) if r["shape"] == "noise"]
     network = runs.networks(["gt"], [0])["gt", 0].network
-    observed = transfer.region_of("noise", 3 / 4, 1, (60, 8, 8), generator=torch.Generator().manual_seed(2))
+    observed = missing.noise(60, 8, 8, fraction=3 / 4, generator=torch.Generator().manual_seed(2))
     x = runs.experiment.data.test.float() / 255
     right = network(recipe.point(impute.zero(x, observed))).argmax(1) == runs.experiment.data.test_labels
     assert record["accuracy"] == pytest.approx(float(right.double().mean()))

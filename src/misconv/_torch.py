@@ -6,8 +6,8 @@ torch 2.8, 2.11 and 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "DisableTorchFunctionSubclass",
+    "assume_constant",
     "first_of",
     "in_forward_ad",
     "in_graph_task",
@@ -26,9 +27,16 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 # Inside of it subclasses of Tensor are ordinary tensors. torch.compile knows it by this object, so it is not wrapped.
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+
+
+def assume_constant(function: F) -> F:
+    """`torch.compiler.assume_constant_result`, which would load the compiler for the sake of this mark."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # read by torch.compile
+    return function
 
 
 def is_traced() -> bool:

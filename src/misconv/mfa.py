@@ -26,7 +26,7 @@ from misconv._checks import (
     generator_device,
 )
 from misconv._math import NOISE_FLOOR, full_precision, log_prob, marginal_log_prob, score, wide_type
-from misconv._torch import in_transform, pytree
+from misconv._torch import assume_constant, in_transform, pytree
 
 __all__ = ["MFA"]
 
@@ -372,7 +372,7 @@ class MFA:
         return served and is_eager(*tensors)
 
 
-_transformed: Callable[[], bool] = torch.compiler.assume_constant_result(in_transform)  # known while tracing
+_transformed: Callable[[], bool] = assume_constant(in_transform)  # known while tracing
 
 
 def _over_pixels(weights: Tensor) -> Tensor:

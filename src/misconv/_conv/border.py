@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from misconv._conv.convolution import Convolution
+from misconv._torch import assume_constant
 
 __all__ = ["Border", "border_noise", "replaced"]
 
@@ -112,7 +113,7 @@ def _corners(images: Tensor, filters: Tensor, down: _Repeats, across: _Repeats) 
     return result
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch does not say
+@assume_constant
 def _axis(*sizes: Any) -> _Axis:
     return _cached_axis(*sizes)  # torch.compile would trace through a cache
 

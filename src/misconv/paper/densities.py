@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,24 +14,18 @@ from misconv._train import Job, cosine_schedule, density_job, warm_up_cosine
 from misconv.density import SMFA, ConvDMFA, LinearDMFA, UNetDMFA
 from misconv.paper.flows import FlowSettings, flow_job, make_flow
 from misconv.paper.inputs import BYTE, IncompleteImages
+from misconv.paper.regions import all_shapes, several
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
 __all__ = [
-    "ALL_SHAPES",
     "TITLES",
     "DensitySettings",
-    "any_shape",
     "job_of",
     "learning_rate_of",
     "make_density",
-    "region_of",
-    "several",
 ]
-
-# What may be missing where a network was trained on complete images, and how much of an image.
-ALL_SHAPES = {"square": 1 / 4, "noise": 3 / 4, "trapezoid": 1 / 2, "stripes": 1 / 2, "channels": 1 / 3}
 
 TITLES = {
     "smfa": "SMFA",
@@ -101,7 +94,7 @@ def _regions(shapes: str, data: IncompleteImages) -> Callable[..., Tensor]:
     if shapes == "like":
         return missing.like(data.observed)
     if shapes == "all":
-        return partial(any_shape, data.images.shape[1])
+        return all_shapes(data.images.shape[1])
     return several if shapes == "several" else missing.square
 
 
@@ -128,59 +121,6 @@ def make_density(settings: DensitySettings | FlowSettings, shape: tuple[int, int
             bounds=None,
         )
         return network.to(memory_format=torch.channels_last)
-
-
-def several(
-    batch: int,
-    height: int,
-    width: int,
-    *,
-    fraction: float,
-    generator: torch.Generator | None = None,
-    device: torch.device | str | None = None,
-) -> Tensor:
-    """Regions of one shape or another, drawn for every image anew; for `misconv.missing.hide`."""
-    drawn = [
-        shape(batch, height, width, fraction=fraction, generator=generator, device=device)
-        for shape in (missing.square, missing.trapezoid, missing.noise)
-    ]
-    return _one_of(drawn, generator, device)
-
-
-def any_shape(
-    colours: int,
-    batch: int,
-    height: int,
-    width: int,
-    *,
-    fraction: float,
-    generator: torch.Generator | None = None,
-    device: torch.device | str | None = None,
-) -> Tensor:
-    """Regions of each of `ALL_SHAPES`, with the share that it has there; images of one channel lose no channel."""
-    drawn = [
-        region_of(shape, share, colours, (batch, height, width), generator=generator, device=device)
-        for shape, share in ALL_SHAPES.items()
-        if shape != "channels" or colours > 1
-    ]
-    return _one_of(drawn, generator, device)
-
-
-def region_of(shape: str, share: float, colours: int, size: tuple[int, int, int], **options: Any) -> Tensor:
-    """`observed` of images (batch, height, width) with missing regions of a shape."""
-    more = {"channels": colours} if shape == "channels" else {}
-    observed: Tensor = getattr(missing, shape)(*size, fraction=share, **more, **options)
-    return observed
-
-
-def _one_of(drawn: list[Tensor], generator: torch.Generator | None, device: torch.device | str | None) -> Tensor:
-    where = device if generator is None else generator.device
-    batch = len(drawn[0])
-    turn = torch.randint(len(drawn), (batch, 1, 1, 1), generator=generator, device=where).to(drawn[0].device)
-    chosen = drawn[0]
-    for number, regions in enumerate(drawn[1:], 1):
-        chosen = torch.where(turn == number, regions, chosen)
-    return chosen
 
 
 def learning_rate_of(settings: DensitySettings) -> Callable[[int], float]:

@@ -11,9 +11,9 @@ from dataclasses import replace
 from statistics import fmean
 
 from misconv.paper import printed
-from misconv.paper.densities import ALL_SHAPES
 from misconv.paper.measures import MEASURES
 from misconv.paper.methods import BY_NAME
+from misconv.paper.regions import ALL_SHAPES
 from misconv.paper.rows import BY_ROW, ROWS
 from misconv.paper.scores import Margin, Record, Scores, holm, margin, of, scores, title_of
 from misconv.paper.shares import SHARES
@@ -131,10 +131,10 @@ def recipe(records: Sequence[Record], datasets: Sequence[str] | None = None) -> 
         title = title_of(mine, dataset)
         columns += [f"{title}: {head}" for head in (*keys.values(), f"points of {BY_ROW[OURS].title}")]
         for key in keys:
-            better, digits = (max, 3) if key.startswith("accuracy") else (min, 3)
+            better = max if key.startswith("accuracy") else min
             found = {name: scores(mine, key, dataset=dataset, method=name) for name in rows}
             hidden = {name: {} if name in apart and key != "accuracy_complete" else s for name, s in found.items()}
-            for name, cell in cells_of(hidden, digits, better, apart=apart).items():
+            for name, cell in cells_of(hidden, 3, better, apart=apart).items():
                 rows[name].append(NOT_YET if cell == NOTHING and not found[name] else cell)
         found = {name: scores(mine, dataset=dataset, method=name) for name in rows}
         counts.append((title, seed_count(found)))

@@ -154,17 +154,10 @@ class Ruler:
     def network(self) -> FeatureNetwork:
         """The network of this data set, trained the first time."""
         experiment = self.experiment
-        settings = {
-            **experiment.identity,
-            "shape": "any",
-            "fraction": None,
-            "density_kind": "features",
-            **self.identity,
-        }
-        path, network = (
-            experiment.cache.network(settings),
-            FeatureNetwork(experiment.data.shape[0], self.settings.width),
-        )
+        anywhere = {"shape": "any", "fraction": None}
+        settings = {**experiment.identity, **anywhere, "density_kind": "features", **self.identity}
+        path = experiment.cache.network(settings)
+        network = FeatureNetwork(experiment.data.shape[0], self.settings.width)
         if experiment.cache.get(settings, "fit") is None or not path.exists():
             self._fit(settings, path)
         store.load(path, into=network)

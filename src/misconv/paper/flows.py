@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +14,7 @@ from misconv import missing
 from misconv._train import EpochRecord, Holes, Job, TensorImages, cosine_schedule
 from misconv.paper.acflow import ACFlow
 from misconv.paper.inputs import BYTE
+from misconv.paper.regions import one_of
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -21,11 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["FlowSettings", "flow_job", "make_flow", "regions"]
 
 # What is hidden while it learns: the regions of the experiments, and fewer pixels, so that one flow serves them all.
-REGIONS: tuple[tuple[Callable[..., Tensor], float], ...] = (
-    (missing.square, 1 / 4),
-    (missing.trapezoid, 1 / 2),
-    (missing.noise, 3 / 4),
-    (missing.noise, 1 / 2),
+regions = partial(
+    one_of,
+    ((missing.square, 1 / 4), (missing.trapezoid, 1 / 2), (missing.noise, 3 / 4), (missing.noise, 1 / 2)),
 )
 VALIDATION = 0.1
 
@@ -50,27 +49,6 @@ def make_flow(settings: FlowSettings, shape: tuple[int, int, int]) -> ACFlow:
         return ACFlow(shape, settings.scales, settings.width, settings.blocks)
 
 
-def regions(
-    batch: int,
-    height: int,
-    width: int,
-    *,
-    fraction: float,
-    generator: torch.Generator | None = None,
-    device: torch.device | str | None = None,
-) -> Tensor:
-    """Regions of one kind or another of `REGIONS`, drawn for every image anew; for `misconv.missing.hide`.
-
-    Each kind has a share of its own, so `fraction` is not used.
-    """
-    drawn = torch.stack(
-        [shape(batch, height, width, fraction=share, generator=generator, device=device) for shape, share in REGIONS]
-    )
-    where = device if generator is None else generator.device
-    turn = torch.randint(len(drawn), (batch,), generator=generator, device=where).to(drawn.device)
-    return drawn[turn, torch.arange(batch, device=drawn.device)]
-
-
 def flow_job(flow: nn.Module, settings: FlowSettings, images: Tensor, fabric: Fabric) -> Job:
     """The training of a flow on complete images, uint8 (N, C, H, W), for `misconv._train.train` in one process.
 
@@ -87,7 +65,7 @@ class _FlowTraining:
         self.source = TensorImages(
             images, complete, fabric, validation=VALIDATION, batch_size=settings.batch_size, seed=0, divisor=BYTE
         )
-        self.holes = Holes(regions, 1 / 2, 0)
+        self.holes = Holes(regions, 1 / 2, 0)  # each kind has a share of its own
         self.shown = self.holes.of_validation(self.source.held_observed())
         self.numbers = math.prod(self.source.image)
 

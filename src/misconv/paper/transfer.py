@@ -17,11 +17,11 @@ from misconv import impute
 from misconv.mfa import MFA
 from misconv.paper.cache import as_json
 from misconv.paper.completions import SAMPLES, Sampled, draw_completion, draw_factors
-from misconv.paper.densities import ALL_SHAPES, region_of
 from misconv.paper.inputs import IncompleteImages, filled, point
 from misconv.paper.measures import measures
 from misconv.paper.methods import method_named
 from misconv.paper.recipe import Runs
+from misconv.paper.regions import ALL_SHAPES, region_named
 from misconv.paper.scores import Record
 
 __all__ = ["WAYS", "Way", "run_transfer", "shapes_of"]
@@ -116,8 +116,8 @@ def _measure(runs: Runs, ways: Sequence[Way], shape: str, networks: dict[int, nn
     experiment.say(f"{experiment.data.title}, {shape}: testing networks that were trained on complete images")
     images, labels = experiment.data.test.to(experiment.device), experiment.labels[1]
     generator = torch.Generator().manual_seed(2)
-    size = (len(images), *images.shape[2:])
-    observed = region_of(shape, ALL_SHAPES[shape], images.shape[1], size, generator=generator).to(experiment.device)
+    draw, size = region_named(shape, images.shape[1]), (len(images), *images.shape[2:])
+    observed = draw(*size, fraction=ALL_SHAPES[shape], generator=generator).to(experiment.device)
     data = IncompleteImages(images, observed, experiment.filler)
     tested = {(way, seed): way.wrap(network).eval() for way in ways for seed, network in networks.items()}
     said: dict[tuple[Way, int], list[Tensor]] = {each: [] for each in tested}
