@@ -21,6 +21,7 @@ from misconv.paper.rows import ROWS, row_named
 from misconv.paper.scores import Record
 from misconv.paper.shares import SHARES, run_shares
 from misconv.paper.supmiwae import SupMIWAE, SupMIWAESettings, log_weights
+from misconv.paper.teacher import DECAY, Taught
 from misconv.paper.transfer import WAYS, run_transfer
 from misconv.paper.variants import VARIANTS, run_variants
 from tests.test_paper_classification import Crash, Spied, dying, essence, quickly, tiny
@@ -253,13 +254,52 @@ def test_the_papers_density_is_trained_by_both_objectives(tmp_path: Path) -> Non
 
 
 def test_variants_share_what_is_the_same(tmp_path: Path) -> None:
-    names = ["MisConv by the recipe", "with K = 3", "with the deviation of the activation"]
+    names = ["whole", "components", "deviation"]
     experiment, whole = Spied(tmp_path), replace(SMALL, epochs=1, tuned=0)
     records = run_variants(experiment, whole, names, [0])
     assert [record["variant"] for record in records] == names
     (own,) = Runs(experiment, whole).run(["misconv"], [0])
     assert {**own, "kind": "ingredient", "variant": names[0]} == records[0]
-    assert {row for row, _ in VARIANTS.values()} == {"misconv", "mfa", "draws"}
+    assert {variant.row for variant in VARIANTS.values()} == {"misconv", "mfa", "draws"}
+
+
+def test_a_teacher_is_an_average_and_sees_less_hidden(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    taught = Taught(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2)))
+    assert all(p.requires_grad == name.startswith("student") for name, p in taught.named_parameters())
+    more, less = torch.randn(2, 5, 3)
+    before = taught.teacher[0].weight.clone()
+    with torch.no_grad():
+        taught.student[0].weight.add_(1.0)
+    said, answers = taught.train()(more, less)
+    assert torch.allclose(taught.teacher[0].weight, before + (1 - DECAY), atol=1e-6)
+    assert torch.equal(answers, taught.teacher(less))  # no dropout, no statistics of the batch
+    assert said.requires_grad
+    assert not answers.requires_grad
+    assert torch.equal(taught.eval()(more), taught.teacher(more))
+
+    experiment = Spied(tmp_path)
+    versions = Versions(experiment.train)
+    augmented = Augmented(versions, experiment.split[0], 0, hide=True, shift=1, flip=True, cached=False)
+    augmented.begin(0)
+    rows = torch.arange(40)
+    (x, observed), (y, shown) = augmented(rows), augmented.with_less_hidden(rows)
+    assert (observed <= shown).all()
+    assert observed.sum() < shown.sum()
+    assert torch.equal(x.where(observed, 0), y.where(observed, 0))  # moved in the same way
+
+
+def test_a_taught_network_learns_and_reads_no_hidden_pixel(tmp_path: Path) -> None:
+    taught = replace(SMALL, tuned=0, teacher=1.0)
+    records = Runs(Spied(tmp_path / "a"), taught).run(["misconv"], [0])
+    poisoned = Runs(Spied(tmp_path / "b", filler=math.nan), taught).run(["misconv"], [0])
+    assert essence(poisoned) == essence(records)
+    plain = Runs(Spied(tmp_path / "a"), replace(SMALL, tuned=0)).run(["misconv"], [0])
+    assert essence(plain) != essence(records)
+    (work,) = Runs(Spied(tmp_path / "a"), taught).networks(["misconv"], [0]).values()
+    assert isinstance(work.network, Taught)
+    with pytest.raises(ValueError, match="a teacher must be without joint fine-tuning"):
+        Runs(Spied(tmp_path), replace(SMALL, tuned=1, teacher=1.0))
 
 
 # Tables --------------------------------------------------------------------------------------------------------------------
@@ -312,7 +352,7 @@ def test_methods_of_a_part_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.
     assert len(json.loads((tmp_path / "figure-A-digits-zero.json").read_text())["records"]) == len(SHARES)
     for number, methods, text in (
         ("B", ["nothing"], "--methods must be some of zero,.*, got 'nothing'"),
-        ("1", ["zero"], "--methods is for the tables 3, 4, 5, A and B and for figure-A, got table 1"),
+        ("1", ["zero"], "--methods is for the tables 3, 4, 5, A, B and C and for figure-A, got table 1"),
     ):
         with pytest.raises(ValueError, match=text):
             command.prepare(number, ["digits"], folder=tmp_path, methods=methods)

@@ -65,7 +65,13 @@ class Augmented:
 
     def __call__(self, indices: Tensor) -> Any:
         """MFAs, or images and what is observed of them."""
-        virtual = self.virtual[indices]
+        return self._taken(self.virtual[indices], indices)
+
+    def with_less_hidden(self, indices: Tensor) -> Any:
+        """The same, moved in the same way, with nothing more hidden than is missing."""
+        return self._taken(self.rows[indices], indices)
+
+    def _taken(self, virtual: Tensor, indices: Tensor) -> Any:
         if self.cached:
             return self.form(self._moved(self.versions.cached(virtual), indices))
         x, observed = self._images(virtual, indices)

@@ -155,11 +155,11 @@ def recipe(records: Sequence[Record], datasets: Sequence[str] | None = None) -> 
 def ingredients(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
     """Table C."""
     mine = of(records, kind="ingredient", shape="square")
-    rows = {name: [name] for name in VARIANTS}
+    rows = {name: [variant.title] for name, variant in VARIANTS.items()}
     columns, counts = ["variant"], []
     for dataset in datasets_of(mine, datasets):
         title = title_of(mine, dataset)
-        columns += [f"{title}: {head}" for head in ("validation", "test", f"points against {WHOLE}")]
+        columns += [f"{title}: {head}" for head in ("validation", "test", f"points against {VARIANTS[WHOLE].title}")]
         found = {name: scores(mine, dataset=dataset, variant=name) for name in rows}
         counts.append((title, seed_count(found)))
         whole = found[WHOLE]

@@ -40,8 +40,8 @@ def check_methods(letter: str, methods: Sequence[str]) -> None:
     """Refuse rows that the table does not have; only those of a part can be asked for."""
     if not methods:
         return
-    if letter not in ("3", "4", "5", "A", "B", "figure-A"):
-        raise ValueError(f"--methods is for the tables 3, 4, 5, A and B and for figure-A, got table {letter}")
+    if letter not in ("3", "4", "5", "A", "B", "C", "figure-A"):
+        raise ValueError(f"--methods is for the tables 3, 4, 5, A, B and C and for figure-A, got table {letter}")
     for name in methods:
         if name not in ALLOWED[letter]:
             raise ValueError(f"--methods must be some of {','.join(ALLOWED[letter])}, got {name!r}")

@@ -34,6 +34,7 @@ from misconv.paper.scores import Record
 from misconv.paper.settings import VALIDATION
 from misconv.paper.splitting import SplittingSettings
 from misconv.paper.supmiwae import SupMIWAE, SupMIWAESettings
+from misconv.paper.teacher import Taught, teaching_loss
 
 __all__ = ["RECIPES", "Joint", "RecipeSettings", "Runs", "Work"]
 
@@ -53,6 +54,7 @@ class RecipeSettings:
         tuned: how many more epochs train the density as well. tuned_learning_rate: in these epochs.
         density_learning_rate_scale: what the density's learning rate is multiplied by in these epochs.
         deviation: whether the first layer of MisConv has the deviation of its activation as a further input.
+        teacher: what the answers of an averaged teacher count for in the loss of MisConv; 0 if there is none.
         supmiwae, splitting: of the rows of these names.
     """
 
@@ -67,6 +69,7 @@ class RecipeSettings:
     tuned_learning_rate: float = 2e-4
     density_learning_rate_scale: float = 0.1
     deviation: bool = False
+    teacher: float = 0.0
     supmiwae: SupMIWAESettings = SUPMIWAE
     splitting: SplittingSettings = SPLITTING
 
@@ -135,6 +138,8 @@ class Runs:
     def __init__(self, experiment: Experiment, recipe: RecipeSettings | None = None) -> None:
         self.experiment = experiment
         self.recipe = recipe or RECIPES.get(experiment.data.name, RECIPES["svhn"])
+        if self.recipe.teacher and self.recipe.tuned:
+            raise ValueError("a teacher must be without joint fine-tuning, which would train one without the other")
         self._fills: dict[str, Callable[[Tensor, Tensor], Any]] = {}
         self._versions: dict[tuple[str, bool], Versions] = {}
 
@@ -146,8 +151,8 @@ class Runs:
         needed = {
             "density": row.source == "density", "tuned": row.source == "density",
             "tuned_learning_rate": self._is_tuned(row), "density_learning_rate_scale": self._is_tuned(row),
-            "deviation": name == "misconv", "hide": not row.complete, "supmiwae": row.marginal,
-            "splitting": row.source == "splitting",
+            "deviation": name == "misconv", "teacher": name == "misconv", "hide": not row.complete,
+            "supmiwae": row.marginal, "splitting": row.source == "splitting",
         }  # fmt: skip
         known = {key: value for key, value in recipe.items() if needed.get(key, True)}
         known |= {"classifier": self.experiment.settings.classifier.kind, "extra": list(EXTRA), "samples": SAMPLES}
@@ -220,10 +225,15 @@ class Runs:
     def _is_tuned(self, row: Row) -> bool:
         return bool(self.recipe.tuned) and row.source == "density"
 
+    def _is_taught(self, row: Row) -> bool:
+        return bool(self.recipe.teacher) and row.name == "misconv"
+
     def _work(self, name: str, seed: int) -> Work:
         row, experiment = row_named(name), self.experiment
         first = deviation_layer if self.recipe.deviation and name == "misconv" else row.first_layer
         network = experiment.network(first, experiment.settings.classifier.kind, seed)
+        if self._is_taught(row):
+            network = Taught(network)
         if row.draw is not None:
             network = Sampled(network, row.draw, JUDGED)
         if row.marginal:
@@ -294,7 +304,12 @@ class Runs:
             settings=work.settings | {"stage": "tuned" if tuned else "epochs"},
             name=f"{work.row.title}, seed {work.seed},", count=False,
         )  # fmt: skip
-        return replace(job, loss=_bound(augmented, labels[rows])) if work.row.marginal else job
+        if work.row.marginal:
+            return replace(job, loss=_bound(augmented, labels[rows]))
+        if self._is_taught(work.row):
+            takes = augmented, augmented.with_less_hidden
+            return replace(job, loss=teaching_loss(formed, *takes, labels[rows], recipe.teacher))
+        return job
 
     def _augmented(self, work: Work, rows: Tensor) -> Augmented:
         recipe, row = self.recipe, work.row

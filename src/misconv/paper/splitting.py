@@ -143,10 +143,10 @@ def _job(
             total = sum(float(_held_error(model, data, part, network)) for part in held.split(settings.batch_size))
         return total / max(len(held), 1), {"validation_mse": total / max(len(held), 1)}
 
+    # Not resident: deepinv makes its operators anew in every step, of numbers of the CPU, so no graph can be captured.
     return Job(
         network, loss, 1, lambda sums: {"mse": sums[0] / len(learned)}, evaluate, len(learned), settings.batch_size,
-        cosine_schedule(settings.learning_rate, settings.epochs), resident=data.images.is_cuda, settings=unit,
-        name="inpainting",
+        cosine_schedule(settings.learning_rate, settings.epochs), settings=unit, name="inpainting",
     )  # fmt: skip
 
 

@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from misconv.paper.classification import Experiment
 from misconv.paper.recipe import RecipeSettings, Runs
 from misconv.paper.scores import Record
 
-__all__ = ["VARIANTS", "WHOLE", "run_variants"]
+__all__ = ["VARIANTS", "WHOLE", "Variant", "run_variants"]
 
-WHOLE = "MisConv by the recipe"
-TUNED = 5  # epochs of joint fine-tuning
-# The row of the recipe that is trained, and what is changed; "density": what is changed in its settings.
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    WHOLE: ("misconv", {}),
-    "without hiding more": ("misconv", {"hide": False}),
-    "without shifts": ("misconv", {"shift": 0, "flip": False}),
-    "with joint fine-tuning": ("misconv", {"tuned": TUNED}),
-    "with K = 3": ("misconv", {"density": {"components": 3}}),
-    "with the deviation of the activation": ("misconv", {"deviation": True}),
-    "with factors drawn": ("draws", {}),
-    "MFA imputation": ("mfa", {}),
-    "MFA imputation, with joint fine-tuning": ("mfa", {"tuned": TUNED}),
-    "MFA imputation, with K = 3": ("mfa", {"density": {"components": 3}}),
+WHOLE, TUNED = "whole", 5  # epochs of joint fine-tuning
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A variant of the recipe.
+
+    Args:
+        title: in the table. row: of the recipe, which is trained.
+        changes: of the recipe; those of "density" are changes of its settings.
+    """
+
+    title: str
+    row: str = "misconv"
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+VARIANTS = {
+    WHOLE: Variant("MisConv by the recipe"),
+    "not-hidden": Variant("without hiding more", changes={"hide": False}),
+    "not-moved": Variant("without shifts", changes={"shift": 0, "flip": False}),
+    "tuned": Variant("with joint fine-tuning", changes={"tuned": TUNED}),
+    "components": Variant("with K = 3", changes={"density": {"components": 3}}),
+    "deviation": Variant("with the deviation of the activation", changes={"deviation": True}),
+    "draws": Variant("with factors drawn", "draws"),
+    "teacher": Variant("with an averaged teacher that sees less hidden", changes={"teacher": 1.0}),
+    "mfa": Variant("MFA imputation", "mfa"),
+    "mfa-tuned": Variant("MFA imputation, with joint fine-tuning", "mfa", {"tuned": TUNED}),
+    "mfa-components": Variant("MFA imputation, with K = 3", "mfa", {"density": {"components": 3}}),
 }
 
 
@@ -38,10 +53,10 @@ def run_variants(
     """
     groups: dict[RecipeSettings, list[str]] = {}
     for name in names:
-        groups.setdefault(_changed(recipe, VARIANTS[name][1]), []).append(name)
+        groups.setdefault(_changed(recipe, VARIANTS[name].changes), []).append(name)
     found: dict[str, list[Record]] = {}
     for changed, members in groups.items():
-        rows = [VARIANTS[name][0] for name in members]
+        rows = [VARIANTS[name].row for name in members]
         records = Runs(experiment, changed).run(rows, seeds)
         for name, row in zip(members, rows, strict=True):
             found[name] = [{**r, "kind": "ingredient", "variant": name} for r in records if r["method"] == row]
