@@ -10,14 +10,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from misconv import store
-from misconv._train import Job, classifier_job, cosine_schedule, train
+from misconv._train import Job, classifier_job, cosine_schedule, one_device, train
 from misconv.mfa import MFA
 from misconv.paper import splitting
 from misconv.paper.augment import EXTRA, Augmented, FreshlyHidden, Versions
@@ -36,9 +37,13 @@ from misconv.paper.splitting import SplittingSettings
 from misconv.paper.supmiwae import SupMIWAE, SupMIWAESettings
 from misconv.paper.teacher import Taught, teaching_loss
 
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+
 __all__ = ["RECIPES", "Joint", "RecipeSettings", "Runs", "Work"]
 
 CHUNK = 1024  # images that a density sees at a time
+FULL, MIXED = "32-true", "bf16-mixed"
 JUDGED = 4  # completions of every validation image
 SUPMIWAE, SPLITTING = SupMIWAESettings(), SplittingSettings()
 
@@ -49,6 +54,7 @@ class RecipeSettings:
 
     Args:
         epochs, batch_size, learning_rate: of the classifier, with a cosine schedule.
+        precision: of the classifier's training on a GPU, in Fabric's words; tests and CPUs have full precision.
         shift, flip, hide: the augmentation, see `misconv.paper.augment.Augmented`.
         density: of all rows that have one.
         tuned: how many more epochs train the density as well. tuned_learning_rate: in these epochs.
@@ -65,6 +71,7 @@ class RecipeSettings:
     hide: bool = True
     batch_size: int = 128
     learning_rate: float = 2e-3
+    precision: str = FULL
     tuned: int = 0
     tuned_learning_rate: float = 2e-4
     density_learning_rate_scale: float = 0.1
@@ -81,8 +88,8 @@ DENSITY = DensitySettings(
 )  # fmt: skip
 RECIPES: dict[str, RecipeSettings] = {
     "mnist": RecipeSettings(epochs=15, shift=2, density=DENSITY),
-    "svhn": RecipeSettings(epochs=15, shift=3, density=DENSITY),
-    "cifar10": RecipeSettings(epochs=20, shift=4, flip=True, density=DENSITY),
+    "svhn": RecipeSettings(epochs=25, shift=3, density=DENSITY, precision=MIXED),
+    "cifar10": RecipeSettings(epochs=40, shift=4, flip=True, density=DENSITY, precision=MIXED),
     # A pixel of these is an eighth of the image, and so are shifts.
     "digits": RecipeSettings(
         epochs=15, shift=0, batch_size=32,
@@ -140,6 +147,8 @@ class Runs:
         self.recipe = recipe or RECIPES.get(experiment.data.name, RECIPES["svhn"])
         if self.recipe.teacher and self.recipe.tuned:
             raise ValueError("a teacher must be without joint fine-tuning, which would train one without the other")
+        on_cpu = experiment.device.type == "cpu"
+        self.precision = FULL if on_cpu else self.recipe.precision
         self._fills: dict[str, Callable[[Tensor, Tensor], Any]] = {}
         self._versions: dict[tuple[str, bool], Versions] = {}
 
@@ -151,8 +160,8 @@ class Runs:
         needed = {
             "density": row.source == "density", "tuned": row.source == "density",
             "tuned_learning_rate": self._is_tuned(row), "density_learning_rate_scale": self._is_tuned(row),
-            "deviation": name == "misconv", "teacher": name == "misconv", "hide": not row.complete,
-            "supmiwae": row.marginal, "splitting": row.source == "splitting",
+            "precision": self.precision != FULL, "deviation": name == "misconv", "teacher": name == "misconv",
+            "hide": not row.complete, "supmiwae": row.marginal, "splitting": row.source == "splitting",
         }  # fmt: skip
         known = {key: value for key, value in recipe.items() if needed.get(key, True)}
         known |= {"classifier": self.experiment.settings.classifier.kind, "extra": list(EXTRA), "samples": SAMPLES}
@@ -222,6 +231,13 @@ class Runs:
 
     # Training --------------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def fabric(self) -> Fabric:
+        """Where and how precisely classifiers are trained; densities have full precision."""
+        if self.precision == FULL:
+            return self.experiment.fabric
+        return one_device(self.experiment.device, self.precision)
+
     def _is_tuned(self, row: Row) -> bool:
         return bool(self.recipe.tuned) and row.source == "density"
 
@@ -282,7 +298,7 @@ class Runs:
         jobs = [self._job(work, epochs, tuned) for work in works]
         checkpoint = self.experiment.cache.running([job.settings for job in jobs])
         histories = train(
-            jobs, self.experiment.fabric, epochs=epochs, checkpoint=checkpoint, progress=self.experiment.progress,
+            jobs, self.fabric, epochs=epochs, checkpoint=checkpoint, progress=self.experiment.progress,
             checkpoint_seconds=self.experiment.pause, title=f"{len(jobs)} classifiers", transient=True,
         )  # fmt: skip
         for work, job, history in zip(works, jobs, histories, strict=True):
@@ -297,7 +313,7 @@ class Runs:
         rate = recipe.supmiwae.learning_rate if work.row.marginal else recipe.learning_rate
         rate = recipe.tuned_learning_rate if tuned else rate
         job = classifier_job(
-            work.network, formed(augmented), labels[rows], self.experiment.fabric,
+            work.network, formed(augmented), labels[rows], self.fabric,
             validation_inputs=formed(as_they_are), validation_labels=labels[held], batch_size=recipe.batch_size,
             seed=work.seed, begin=augmented.begin, learning_rate=cosine_schedule(rate, epochs),
             learning_rate_scale={"density.": recipe.density_learning_rate_scale} if tuned else None,

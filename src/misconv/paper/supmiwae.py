@@ -78,13 +78,14 @@ class SupMIWAE(nn.Module):
     def encode(self, x: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and deviation of the code, (B, latent) each, from what is seen."""
         given = torch.cat([impute.zero(x, observed) - 0.5 * observed, observed.to(x.dtype)], 1)
-        mean, log = self.encoder(F.pad(given, self.margin)).chunk(2, 1)
+        # In full precision, whatever the networks have: likelihoods are sums over thousands of pixels.
+        mean, log = self.encoder(F.pad(given, self.margin)).float().chunk(2, 1)
         return mean, (log.clamp(-8, 8) / 2).exp()
 
     def decode(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and deviation of every pixel, (…, C, H, W) each."""
         _, height, width = self.shape
-        out = self.decoder(z.flatten(0, -2))[..., :height, :width]
+        out = self.decoder(z.flatten(0, -2)).float()[..., :height, :width]
         mean, raw = torch.unflatten(out, 0, z.shape[:-1]).chunk(2, -3)
         low, high = _DEVIATIONS
         return mean.sigmoid(), low + (high - low) * (raw - 2).sigmoid()
