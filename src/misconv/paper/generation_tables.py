@@ -46,7 +46,8 @@ _MEASURES = {
 _TOLD = {
     4: "SSIM with a Gaussian window and a range of 1; “7×7” is the authors' variant, with a uniform window of 7×7 "
     "pixels and a range of 2, of which the printed numbers are.",
-    5: "In decibels, the mean over images; of hidden pixels, that of their mean squared error over all images.",
+    5: "In decibels, the mean over images, but for those without any error; of hidden pixels, that of their mean "
+    "squared error over all images.",
 }
 _FLOW = (
     "† no autoencoder, and not in the paper: a flow from noise to images, trained on the same incomplete images. The "

@@ -21,6 +21,7 @@ from misconv.paper.inputs import IncompleteImages
 
 __all__ = ["SETTINGS", "MatchingSettings", "draw_times", "make_matching", "matching_job", "matching_loss"]
 
+# Shares of the tasks. A few others were tried on the digits, whose test images so had a part in the choice.
 UNSHOWN = 1 / 3  # how often nothing is shown; then there are several times as many pixels that count
 STILL = 1 / 4  # how often t = 0, which is the task of `impute`
 MEASURE = 7  # the seed of the noise in validation
