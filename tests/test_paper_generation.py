@@ -21,17 +21,19 @@ from typer.testing import CliRunner, Result
 from misconv import cli, data
 from misconv._train import engine, one_device
 from misconv.data import ImageSet
-from misconv.paper import features, generation, generation_tables, wae
+from misconv.paper import features, generation, generation_tables, matching, wae
 from misconv.paper.cache import Cache
 from misconv.paper.classification import Experiment
 from misconv.paper.features import FeatureSettings, Ruler, check_ruler
 from misconv.paper.generation import ROWS, Generation, image_scores
 from misconv.paper.generation_tables import make_generation
+from misconv.paper.matching import MatchingSettings
 from misconv.paper.scores import Record
 from misconv.paper.settings import SETTINGS, Settings
 
 COUNTS = (100, 20)
 SMALL = replace(wae.SETTINGS["digits"], width=4, hidden=8, latent=4, epochs=2)
+FLOW = MatchingSettings(epochs=2, scales=2, width=4, steps=2, batch_size=32)
 FEATURES = FeatureSettings(epochs=1, width=2, batch_size=32)
 
 
@@ -42,6 +44,7 @@ def _small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SETTINGS, "digits", digits)
         patch.setitem(wae.SETTINGS, "digits", SMALL)
+        patch.setitem(matching.SETTINGS, "digits", FLOW)
         patch.setitem(features.FEATURES, "digits", FEATURES)
         yield
 
@@ -123,7 +126,7 @@ def measured(folder: Path, methods: list[str], images: ImageSet | None = None, f
 
 
 def test_hidden_pixels_change_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    methods = ["mask", "partial", "misconv_dmfa"]
+    methods = ["mask", "partial", "misconv_dmfa", "flow_matching"]
     clean = measured(tmp_path / "clean", methods)
     assert measured(tmp_path / "nan", methods, filler=math.nan) == clean
     # The measure sees complete images, and so it is the one of the clean images here.
@@ -160,6 +163,7 @@ def first(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = call("3", file, out)
     assert result.exit_code == 0, result.output
     assert all(method in result.stdout for method in ("zero", "ACFlow *", "MFA imputation", "MisConv (DMFA)", "GT *"))
+    assert "flow matching †" in result.stdout
     return out
 
 
@@ -174,7 +178,11 @@ def test_a_record_holds_the_chosen_epoch_and_the_best(first: Path) -> None:
     for record in found:
         assert record["epochs"] == SMALL.epochs
         for name, better in generation.BETTER.items():
-            assert better(record[name], record[f"{name}_best"]) == record[f"{name}_best"]
+            if (record["kind"], name) == ("flow_matching", "frechet"):
+                assert record["frechet"] > 0
+                assert record["frechet_best"] is None, "samples are drawn once"
+            else:
+                assert better(record[name], record[f"{name}_best"]) == record[f"{name}_best"]
 
 
 def test_other_tables_and_the_figure_train_nothing_more(
@@ -221,6 +229,28 @@ def test_a_table_that_is_stopped_comes_out_the_same(
         return [[record[name] for name in (*generation.BETTER, "epoch")] for record in records(out)]
 
     assert numbers(tmp_path) == numbers(first)
+
+
+def test_the_flow_alone_stopped_and_called_again(
+    file: Path, first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge, calls = engine.Running.judge, 0
+
+    def stop(self: Any, epoch: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:  # after the features, and the first of its two epochs
+            raise KeyboardInterrupt
+        judge(self, epoch)
+
+    monkeypatch.setattr(engine.Running, "judge", stop)
+    codes = [call("3", file, tmp_path, "--methods", "flow_matching").exit_code for _ in range(2)]
+    assert codes == [130, 0]
+    assert calls == 4, "the first epoch was not done again"
+    (found,) = json.loads((tmp_path / "table-3-digits-flow_matching.json").read_text())["records"]
+    whole = next(record for record in records(first) if record["method"] == "flow_matching")
+    for name in (*generation.BETTER, "epoch", "validation_loss"):
+        assert found[name] == whole[name], name
 
 
 @pytest.mark.parametrize(
@@ -283,6 +313,26 @@ def test_a_table_has_the_printed_numbers_beside_ours() -> None:
     assert "Less is better" in "".join(distance.notes)
 
 
+def test_a_completion_is_compared_with_reconstructions_at_hidden_pixels_alone() -> None:
+    found = [run("mfa", 0, 0.5), run("zero", 0, 0.4), {**run("flow_matching", 0, 0.9), "kind": "flow_matching"}]
+    similar, ratio = make_generation(4, found), make_generation(5, found)
+    bold = {
+        made.number: [[cell.startswith("**") for cell in row[2:]] for row in made.rows] for made in (similar, ratio)
+    }
+    flow, mfa = (ROWS.index(name) for name in ("flow_matching", "mfa"))
+    assert similar.rows[flow][0] == ratio.rows[flow][0] == "flow matching †"
+    assert bold[4][flow] == [False] * 4
+    assert bold[4][mfa] == [True] * 4
+    assert ratio.columns[-1] == "MNIST (hidden pixels, here)"
+    assert bold[5][flow] == [False, False, True]
+    assert bold[5][mfa] == [True, True, False]
+    distance = make_generation(3, [*found[:2], {**found[2], "frechet": 0.1}])
+    assert distance.rows[flow][2] == "**.10**"
+    assert any(note.startswith("† no autoencoder") and "nothing seen" in note for note in distance.notes)
+    older = [{name: value for name, value in record.items() if "hidden" not in name} for record in found]
+    assert "hidden" not in make_generation(5, older).columns[-1], "records without it make no column"
+
+
 @pytest.mark.parametrize("number", generation_tables.NUMBERS)
 def test_a_table_without_records(number: int) -> None:
     made = make_generation(number, [])
@@ -296,6 +346,21 @@ def test_reconstructions_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     made = Generation(experiment(tmp_path))
     network = made.load("zero", 0)
     assert not network.training
-    take = made.experiment.take(generation.method_named("zero"), "test")
-    whole: Tensor = network.reconstruct(take(torch.arange(COUNTS[1])))
-    torch.testing.assert_close(network.reconstruct(take(torch.arange(3))), whole[:3], rtol=1e-4, atol=1e-5)
+    whole: Tensor = made.reconstruct("zero", network, torch.arange(COUNTS[1]))
+    torch.testing.assert_close(made.reconstruct("zero", network, torch.arange(3)), whole[:3], rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_measured_of_the_flow(tmp_path: Path) -> None:
+    made = Generation(experiment(tmp_path))
+    (record,) = made.run(["flow_matching"], [0])
+    flow = made.load("flow_matching", 0)
+    rows, hidden = torch.arange(COUNTS[1]), ~made.experiment.test.observed
+    truth, completed = few().test / 255, made.reconstruct("flow_matching", flow, rows)
+    assert torch.equal(completed[~hidden], truth[~hidden])
+    error = (completed - truth)[hidden].double().square().mean().item()
+    assert record["psnr_hidden"] == pytest.approx(-10 * math.log10(error), rel=1e-6)
+    # A quarter of the pixels is hidden: the other ones add 6 dB to the whole image, if they are exact.
+    each = (completed - truth).double().square().mean((1, 2, 3))
+    assert record["psnr"] == pytest.approx((-10 * each[each > 0].log10()).mean().item(), rel=1e-6)
+    assert record["frechet"] == pytest.approx(made.ruler.distance(made.samples(flow)))
+    assert made.samples(flow, 3).shape == (3, 1, 8, 8)

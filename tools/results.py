@@ -174,6 +174,7 @@ def times(records: Sequence[Record]) -> Table:
     for title, methods in CLASSES.items():
         columns[title] = [r for r in records if r["kind"] == "classification" and r["method"] in methods]
     columns["autoencoders"] = [r for r in records if r["kind"] == "wae"]
+    columns["flow matching"] = [r for r in records if r["kind"] == "flow_matching"]
     columns["one recipe for all"] = [r for r in records if r["kind"] == "recipe"]
     columns["together"] = [r for found in columns.values() for r in found]
     # The first and the last row of an ablation are runs of other tables.

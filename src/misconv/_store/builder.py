@@ -27,7 +27,7 @@ from misconv._store.registries import build_network
 __all__ = ["CONTAINERS", "CONVERTED", "DEEPEST", "FUNCTIONS", "Builder", "class_name", "constructor"]
 
 # A file may name the public modules of these files of ours.
-_OUR_MODULES = ("convert", "density", "impute", "layers", "paper.acflow")
+_OUR_MODULES = ("convert", "density", "impute", "layers", "paper.acflow", "paper.flow_matching")
 # And the layers that are defined in these files of torch.nn.modules: each makes a handful of tensors, whatever its
 # arguments. Recurrent layers and transformers, in other files, make as many as one number says.
 _TORCH_MODULES = (

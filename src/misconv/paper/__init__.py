@@ -5,7 +5,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """`misconv.paper.acflow`, the one part that is of use by itself, is imported when it is first used."""
-    if name == "acflow":
-        return import_module("misconv.paper.acflow")
+    """`acflow` and `flow_matching`, the parts that are of use by themselves, are imported when they are first used."""
+    if name in ("acflow", "flow_matching"):
+        return import_module(f"misconv.paper.{name}")
     raise AttributeError(f"module 'misconv.paper' has no attribute {name!r}")

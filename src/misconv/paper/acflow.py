@@ -14,15 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from misconv._checks import (
-    check_images,
-    check_observed,
-    check_seen_finite,
-    check_size,
-    describe,
-    generator_device,
-    readable,
-)
+from misconv._checks import check_size, describe, generator_device
+from misconv.paper.given import check_given, check_range, check_shape
 
 __all__ = ["ACFlow"]
 
@@ -78,7 +71,7 @@ class ACFlow(nn.Module):
         margin: float = HALF_LEVEL,
     ) -> None:
         super().__init__()
-        self.shape = _check_shape(shape)
+        self.shape = check_shape(shape)
         self.scales, self.width = check_size("scales", scales), check_size("width", width)
         self.blocks, self.margin = check_size("blocks", blocks), _check_margin(margin)
         if self.scales > MOST_SCALES:
@@ -236,24 +229,12 @@ class ACFlow(nn.Module):
     # Checks ----------------------------------------------------------------------------------------------------------
 
     def _check(self, x: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
-        check_images("x", x)
-        if tuple(x.shape[1:]) != self.shape:
-            channels, height, width = self.shape
-            raise ValueError(f"x must have shape (B, {channels}, {height}, {width}), got {describe(x)}")
-        place = next(self.parameters()).device
-        if x.device != place:
-            raise ValueError(f"x must be on the device of the flow, {place}, got {describe(x)}")
-        return x, check_observed("observed", observed, x)
+        return x, check_given(x, observed, self.shape, next(self.parameters()).device)
 
     def _check_range(self, x: Tensor, observed: Tensor, *, complete: bool) -> None:
         """All values that are read lie between 0 and 1, or as far beyond as the density reaches."""
         read = torch.ones_like(observed) if complete else observed
-        check_seen_finite("x", x, read)
-        beyond = self.margin / (1 - 2 * self.margin) + ROUNDING
-        if readable(x, observed):
-            odd = x[read.expand_as(x) & ((x < -beyond) | (x > 1 + beyond))]
-            if odd.numel():
-                raise ValueError(f"x must hold values from 0 to 1, got {odd[0].item():.6g}")
+        check_range(x, read, self.margin / (1 - 2 * self.margin) + ROUNDING)
 
 
 class _Level(nn.Module):
@@ -354,13 +335,6 @@ def _unsqueeze(y: Tensor) -> Tensor:
     ordered = torch.stack([parts[:, ORDER.index(n)] for n in range(4)], 1)
     grid = ordered.reshape(batch, 2, 2, channels // 4, height, width).permute(0, 3, 4, 1, 5, 2)
     return grid.reshape(batch, channels // 4, 2 * height, 2 * width)
-
-
-def _check_shape(shape: Sequence[int]) -> tuple[int, int, int]:
-    if not isinstance(shape, Sequence) or isinstance(shape, str) or len(shape) != 3:
-        raise ValueError(f"shape must be (C, H, W) of the images, got {describe(shape)}")
-    channels, height, width = (check_size(f"shape[{n}]", size) for n, size in enumerate(shape))
-    return channels, height, width
 
 
 def _check_margin(margin: float) -> float:

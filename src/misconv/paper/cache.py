@@ -27,6 +27,11 @@ LEFT_BEHIND = 3600.0  # seconds after which nobody writes a file any more
 
 # What a record of each kind has: texts, and numbers.
 _WHAT = ("dataset", "title", "shape", "device")
+_GENERATION = (
+    (*_WHAT, "method", "features"),
+    ("seed", "frechet", "ssim", "ssim_best", "ssim_authors", "ssim_authors_best", "psnr", "psnr_best", "epoch",
+     "epochs", "seconds"),
+)  # fmt: skip
 NEEDED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "classification": (
         (*_WHAT, "method"),
@@ -41,11 +46,8 @@ NEEDED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "transfer": ((*_WHAT, "method"), ("seed", "accuracy", "nll", "ece", "abstention")),
     "share": ((*_WHAT, "method"), ("seed", "share", "accuracy", "nll", "ece", "abstention")),
-    "wae": (
-        (*_WHAT, "method", "features"),
-        ("seed", "frechet", "ssim", "ssim_best", "ssim_authors", "ssim_authors_best", "psnr", "psnr_best", "epoch",
-         "epochs", "seconds"),
-    ),
+    "wae": _GENERATION,
+    "flow_matching": _GENERATION,
     "density": ((*_WHAT, "density"), ("nll", "mse", "mse_per_pixel", "ssim", "exact", "images")),
     "fit": (_WHAT, ("seconds",)),
 }  # fmt: skip

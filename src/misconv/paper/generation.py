@@ -1,14 +1,19 @@
-"""Tables 3, 4 and 5 and Figure 2: one Wasserstein autoencoder, many ways to treat missing pixels.
+"""Tables 3, 4 and 5 and Figure 2: one Wasserstein autoencoder, many ways to treat missing pixels; and a flow.
 
 The protocol is that of `misconv.paper.classification`. The error at seen pixels of validation images chooses the epoch.
 Test images are looked at after every epoch, because the paper prints the best of these numbers; they choose nothing but
 the column that says so. A reconstruction is compared with the complete image, all pixels of it; samples, as many as
 there are test images, are what the decoder makes of standard normal codes, always the same ones.
+
+One row is no autoencoder, but `misconv.paper.flow_matching`. In the place of a reconstruction it has the completion of
+an incomplete image, whose seen pixels are exact, so that its errors can be compared at hidden pixels alone. Its samples
+are drawn with nothing seen, from noise that is always the same; that takes longer than an epoch, so it is done once.
 """
 
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -25,19 +30,40 @@ from misconv.paper import figures
 from misconv.paper.cache import as_json
 from misconv.paper.classification import Experiment
 from misconv.paper.features import FEATURES, FeatureSettings, Ruler, check_ruler
-from misconv.paper.inputs import Take
+from misconv.paper.flow_matching import FlowMatching
+from misconv.paper.matching import SETTINGS as MATCHING
+from misconv.paper.matching import MatchingSettings, make_matching, matching_job
 from misconv.paper.methods import TRAINED, Method, method_named
 from misconv.paper.quality import psnr_and_ssim
 from misconv.paper.scores import Record
 from misconv.paper.settings import VALIDATION
 from misconv.paper.wae import SETTINGS, WAE, WAESettings, wae_job
 
-__all__ = ["ROWS", "Generation", "check_generation", "draw_generation", "image_scores", "quick_generation"]
+__all__ = [
+    "FLOW",
+    "ROWS",
+    "Generation",
+    "check_generation",
+    "draw_generation",
+    "image_scores",
+    "quick_generation",
+    "row_named",
+]
 
-ROWS = tuple(method.name for method in TRAINED if method.name != "misconv_smfa")
-BETTER: dict[str, Callable[..., float]] = {"frechet": min, "ssim": max, "ssim_authors": max, "psnr": max}
+FLOW = Method("flow_matching", "flow matching", "completed by a flow from noise to images, without an autoencoder")
+_AUTOENCODERS = tuple(method.name for method in TRAINED if method.name != "misconv_smfa")
+ROWS = (*(name for name in _AUTOENCODERS if name != "gt"), FLOW.name, "gt")
+BETTER: dict[str, Callable[..., float]] = {
+    "frechet": min, "ssim": max, "ssim_authors": max, "psnr": max, "psnr_hidden": max,
+}  # fmt: skip
 CHUNK = 1000  # images at a time
-CODES = 4  # the seed of the codes that become samples
+CODES = 4  # the seed of the codes, or the noise, that become samples
+FEW_STEPS = 2  # of the flow's integration in a quick run
+
+
+def row_named(name: str) -> Method:
+    """The method of that name, the flow among them."""
+    return FLOW if name == FLOW.name else method_named(name)
 
 
 def image_scores(images: Tensor, truth: Tensor) -> dict[str, Tensor]:
@@ -58,11 +84,11 @@ def image_scores(images: Tensor, truth: Tensor) -> dict[str, Tensor]:
 
 
 class Generation:
-    """The autoencoders of one experiment: trained once, measured, kept, and loaded again.
+    """The autoencoders and flows of one experiment: trained once, measured, kept, and loaded again.
 
     Args:
         experiment: data, missing regions, densities, and where finished work is kept.
-        wae, features: settings, by default those of the data set (of SVHN, if it has none).
+        wae, features, flow: settings, by default those of the data set (of SVHN, if it has none).
         inception: weights of Inception, for the Fréchet distance.
     """
 
@@ -72,46 +98,59 @@ class Generation:
         wae: WAESettings | None = None,
         features: FeatureSettings | None = None,
         inception: Path | None = None,
+        flow: MatchingSettings | None = None,
     ) -> None:
         self.experiment, self.settings = experiment, wae or _settings(experiment.data.name)
+        self.flow_settings = flow or _flow_settings(experiment.data.name)
         self.ruler = Ruler(experiment, features, inception)
 
     def unit(self, name: str, seed: int) -> dict[str, Any]:
         """What makes a method with a seed what it is."""
-        method, settings = method_named(name), self.experiment.settings
+        experiment = self.experiment
+        common = {"method": name, "seed": seed, "validation": VALIDATION, "ruler": self.ruler.identity}
+        if name == FLOW.name:
+            return {**experiment.identity, **common, "flow_matching": as_json(self.flow_settings)}
+        method, settings = method_named(name), experiment.settings
         density = None if method.density is None else as_json(settings.density(method.density))
         return {
-            **self.experiment.identity, **method.settings, "variant": "wae", "method": name, "seed": seed,
-            "validation": VALIDATION, "wae": as_json(self.settings), "density": density, "ruler": self.ruler.identity,
+            **experiment.identity, **method.settings, **common, "variant": "wae", "wae": as_json(self.settings),
+            "density": density,
         }  # fmt: skip
 
     def run(self, names: Sequence[str], seeds: Sequence[int]) -> list[Record]:
         """The records of all methods with all seeds; those that are not there yet are trained, side by side."""
-        return self.experiment.records(names, seeds, self.unit, self._train, "wae")
+        kinds = {name: FLOW.name if name == FLOW.name else "wae" for name in names}
+        found = {
+            kind: iter(self.experiment.records(_of(kinds, kind), seeds, self.unit, self._train, kind))
+            for kind in ("wae", FLOW.name)
+        }
+        return [next(found[kind]) for kind in kinds.values() for _ in seeds]
 
-    def load(self, name: str, seed: int) -> WAE:
-        """A trained autoencoder; one whose file is not there is trained."""
+    def load(self, name: str, seed: int) -> WAE | FlowMatching:
+        """A trained autoencoder, or flow; one whose file is not there is trained."""
         self.run([name], [seed])
         path = self.experiment.cache.network(self.unit(name, seed))
         if not path.exists():
             self._train([(name, seed)])
-        wae = self._wae(method_named(name), seed)
-        store.load(path, into=wae)
-        return wae.eval()
+        model = self._new(name, seed)
+        store.load(path, into=model)
+        return model.eval()
 
     # Training --------------------------------------------------------------------------------------------------------
 
     def _train(self, units: Sequence[tuple[str, int]]) -> None:
-        """Train some autoencoders side by side."""
+        """Train some autoencoders side by side, or some flows."""
         experiment = self.experiment
         self.ruler.prepare()
-        titles = ", ".join(dict.fromkeys(method_named(name).title for name, _ in units))
-        experiment.say(f"{experiment.data.title}: training WAEs, {titles}; {len(units)} side by side")
-        jobs = [self._job(method_named(name), seed) for name, seed in units]
+        is_flow = units[0][0] == FLOW.name  # then all of them are
+        what, epochs = ("flows", self.flow_settings.epochs) if is_flow else ("WAEs", self.settings.epochs)
+        titles = ", ".join(dict.fromkeys(row_named(name).title for name, _ in units))
+        experiment.say(f"{experiment.data.title}: training {what}, {titles}; {len(units)} side by side")
+        jobs = [self._job(name, seed) for name, seed in units]
         checkpoint = experiment.cache.running([job.settings for job in jobs])
         histories = train(
-            jobs, experiment.fabric, epochs=self.settings.epochs, checkpoint=checkpoint, progress=experiment.progress,
-            checkpoint_seconds=experiment.pause, title=f"{len(jobs)} WAEs", transient=True,
+            jobs, experiment.fabric, epochs=epochs, checkpoint=checkpoint, progress=experiment.progress,
+            checkpoint_seconds=experiment.pause, title=f"{len(jobs)} {what}", transient=True,
         )  # fmt: skip
         done = []
         for (name, seed), job, history in zip(units, jobs, histories, strict=True):
@@ -119,53 +158,76 @@ class Generation:
             done.append((self.unit(name, seed), self._record(name, seed, job, history, len(jobs))))
         experiment.keep(done, [checkpoint])
 
-    def _job(self, method: Method, seed: int) -> Job:
-        experiment = self.experiment
-        given = experiment.take(method, "test")
+    def _job(self, name: str, seed: int) -> Job:
+        experiment, model = self.experiment, self._new(name, seed)
+        more: dict[str, Any] = {
+            "test": lambda model: self.measure(name, model), "seed": seed, "identity": self.unit(name, seed)
+        }  # fmt: skip
+        if isinstance(model, FlowMatching):
+            return matching_job(model, self.flow_settings, experiment.train, experiment.split, **more)
+        method = method_named(name)
         # That of GT is measured at all pixels; the authors' leaves out what is hidden from the others.
         data = experiment.whole("train") if method.takes_complete else experiment.train
         return wae_job(
-            self._wae(method, seed), self.settings, experiment.take(method, "train"), data, experiment.split,
-            experiment.fabric, test=lambda wae: self.measure(wae, given), seed=seed,
-            identity=self.unit(method.name, seed),
-        )  # fmt: skip
+            model, self.settings, experiment.take(method, "train"), data, experiment.split, experiment.fabric, **more
+        )
 
-    def _wae(self, method: Method, seed: int) -> WAE:
-        shape = self.experiment.data.shape
+    def _new(self, name: str, seed: int) -> WAE | FlowMatching:
+        shape, device = self.experiment.data.shape, self.experiment.device
+        if name == FLOW.name:
+            return make_matching(self.flow_settings, shape, seed).to(device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return WAE(method.first_layer(shape[0]), shape, self.settings).to(self.experiment.device)
+            return WAE(method_named(name).first_layer(shape[0]), shape, self.settings).to(device)
 
     def _record(self, name: str, seed: int, job: Job, history: Sequence[dict[str, float]], side_by_side: int) -> Record:
-        chosen = history[job.kept]
+        chosen, model = history[job.kept], job.module
+        assert isinstance(model, WAE | FlowMatching)
         found: dict[str, Any] = {key: chosen.get(key) for key in BETTER}
         for key, better in BETTER.items():
             found[f"{key}_best"] = better(record[key] for record in history) if key in chosen else None
-        if not self.ruler.is_quick:
-            assert isinstance(job.module, WAE)
-            found["frechet"] = self.ruler.distance(self.samples(job.module))
+        if found["frechet"] is None:
+            found["frechet"] = self.ruler.distance(self.samples(model))
+        validation = {key: value for key, value in chosen.items() if key.startswith("validation")}
         return {
-            "kind": "wae", **self.experiment.circumstances(), "method": name, "seed": seed, **found,
-            "features": self.ruler.title, "validation_reconstruction": chosen["validation_reconstruction"],
-            "epoch": job.kept + 1, "epochs": len(history), "seconds": job.seconds, "side_by_side": side_by_side,
+            "kind": FLOW.name if name == FLOW.name else "wae", **self.experiment.circumstances(), "method": name,
+            "seed": seed, **found, "features": self.ruler.title, **validation, "epoch": job.kept + 1,
+            "epochs": len(history), "seconds": job.seconds, "side_by_side": side_by_side,
         }  # fmt: skip
 
     # Measuring -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def measure(self, wae: WAE, take: Take) -> dict[str, float]:
-        """Reconstructions of the test images, given as a method gives them, and samples; in evaluation mode."""
-        truth, parts = self.experiment.whole("test"), []
+    def measure(self, name: str, model: WAE | FlowMatching) -> dict[str, float]:
+        """Reconstructions of the test images, and samples where these are quick; in evaluation mode."""
+        truth, parts, error, hidden = self.experiment.whole("test"), [], 0.0, 0
         for rows in torch.arange(len(truth), device=self.experiment.device).split(CHUNK):
             # Squares minus squares: in TF32, as a GPU convolves, the variance of a window would be lost.
-            parts.append(image_scores(wae.reconstruct(take(rows)).double(), truth.at(rows)[0].double()))
-        figures = {name: torch.cat([part[name] for part in parts]).mean().item() for name in parts[0]}
-        return figures | ({"frechet": self.ruler.distance(self.samples(wae))} if self.ruler.is_quick else {})
+            images, target = self.reconstruct(name, model, rows).double(), truth.at(rows)[0].double()
+            gone = ~self.experiment.test.observed[rows].expand_as(images)
+            error, hidden = error + float((images - target).square()[gone].sum()), hidden + int(gone.sum())
+            parts.append(image_scores(images, target))
+        figures = {key: _mean_of_finite(torch.cat([part[key] for part in parts])) for key in parts[0]}
+        figures["psnr_hidden"] = -10 * math.log10(error / hidden)
+        is_quick = self.ruler.is_quick and isinstance(model, WAE)
+        return figures | ({"frechet": self.ruler.distance(self.samples(model))} if is_quick else {})
+
+    def reconstruct(self, name: str, model: WAE | FlowMatching, rows: Tensor) -> Tensor:
+        """Some of the test images, by what a method is given of them: a flow completes them."""
+        if isinstance(model, FlowMatching):
+            return model.impute(*self.experiment.test.at(rows))
+        return model.reconstruct(self.experiment.take(method_named(name), "test")(rows))
 
     @torch.no_grad()
-    def samples(self, wae: WAE, count: int | None = None) -> Tensor:
-        """The first of the images that the decoder makes of normal codes."""
-        return torch.cat([wae.decode(part) for part in self._codes[:count].split(CHUNK)])
+    def samples(self, model: WAE | FlowMatching, count: int | None = None) -> Tensor:
+        """The first of the images that a decoder makes of normal codes; or that a flow draws with nothing seen."""
+        if isinstance(model, WAE):
+            return torch.cat([model.decode(part) for part in self._codes[:count].split(CHUNK)])
+        generator = torch.Generator().manual_seed(CODES)
+        size = len(self.experiment.data.test) if count is None else count
+        blank = torch.zeros(1, *model.shape, device=self.experiment.device, dtype=torch.float32)
+        parts = [blank.expand(len(part), -1, -1, -1) for part in torch.arange(size, device="cpu").split(CHUNK)]
+        return torch.cat([model.sample(x, torch.zeros_like(x) > 0, generator=generator)[0] for x in parts])
 
     @cached_property
     def _codes(self) -> Tensor:
@@ -174,15 +236,29 @@ class Generation:
         return torch.randn(size, generator=generator, device="cpu", dtype=torch.float32).to(self.experiment.device)
 
 
+def _of(kinds: dict[str, str], kind: str) -> list[str]:
+    return [name for name, its in kinds.items() if its == kind]
+
+
+def _mean_of_finite(values: Tensor) -> float:
+    """A completion without any error has an infinite PSNR, which no mean can hold."""
+    return float(values[values.isfinite()].mean())
+
+
+def _flow_settings(name: str) -> MatchingSettings:
+    return MATCHING.get(name, MATCHING["svhn"])
+
+
 def _settings(name: str) -> WAESettings:
     return SETTINGS.get(name, SETTINGS["svhn"])
 
 
 def quick_generation(experiment: Experiment, epochs: int, inception: Path | None) -> Generation:
-    """With few epochs."""
+    """With few epochs, and few steps from noise to image."""
     name = experiment.data.name
     features = replace(FEATURES.get(name, FEATURES["svhn"]), epochs=epochs)
-    return Generation(experiment, replace(_settings(name), epochs=epochs), features, inception)
+    flow = replace(_flow_settings(name), epochs=epochs, steps=FEW_STEPS)
+    return Generation(experiment, replace(_settings(name), epochs=epochs), features, inception, flow)
 
 
 def check_generation(images: ImageSet, inception: str | Path | None) -> None:
@@ -205,10 +281,10 @@ def draw_generation(generation: Generation, path: Path, count: int = 5) -> Path:
         generation.run(ROWS, [0])
     rows = torch.arange(min(count, len(experiment.test)), device=experiment.device)
     rebuilt, drawn = {}, {}
-    for method in map(method_named, ROWS):
-        wae = generation.load(method.name, 0)
-        rebuilt[method.starred] = wae.reconstruct(experiment.take(method, "test")(rows))
-        drawn[method.starred] = generation.samples(wae, count)
+    for method in map(row_named, ROWS):
+        model = generation.load(method.name, 0)
+        rebuilt[method.starred] = generation.reconstruct(method.name, model, rows)
+        drawn[method.starred] = generation.samples(model, count)
     truth = experiment.whole("test").at(rows)[0]
     figure = figures.generated(truth, experiment.test.observed[rows], rebuilt, drawn)
     memory = io.BytesIO()
