@@ -92,7 +92,7 @@ PROTOCOL = """\
 
 SHARED = (
     "Seconds of the runs added up, and in brackets how many runs. Networks that were trained side by side share their "
-    "time equally."
+    "time equally. In block two several trainings at once shared the GPU, too."
 )
 
 # Commits at which a side of a trapezoid could be bent.

@@ -69,6 +69,19 @@ def _points(ahead: Margin | None) -> str:
     return ahead.difference + (f" ({ahead.chance})" if ahead.p is not None else "")
 
 
+def _trained(records: Sequence[Record], datasets: Sequence[str]) -> list[str]:
+    """How long the classifiers of each data set were trained, and how precisely, if the records tell."""
+    told = []
+    for dataset in datasets:
+        here = of(records, dataset=dataset)
+        epochs = sorted({r["epochs"] for r in here if "epochs" in r})
+        precisions = {r.get("settings", {}).get("recipe", {}).get("precision") for r in here} - {None}
+        if epochs:
+            mixed = "".join(f" ({precision})" for precision in sorted(precisions))
+            told.append(f"{title_of(records, dataset)} {' or '.join(map(str, epochs))}{mixed}")
+    return [f"Epochs of the classifiers: {'; '.join(told)}."] if told else []
+
+
 # A: no retraining ----------------------------------------------------------------------------------------------------
 
 
@@ -146,6 +159,7 @@ def recipe(records: Sequence[Record], datasets: Sequence[str] | None = None) -> 
         f"Points: how far the accuracy of {BY_ROW[OURS].title} on incomplete images is ahead of the row. {HOLM}",
         "* trained and tested on complete images.",
     ]
+    notes[1:1] = _trained(mine, datasets_of(mine, datasets))
     return Table("B", "One recipe for all", columns, list(rows.values()), notes)
 
 
@@ -171,6 +185,7 @@ def ingredients(records: Sequence[Record], datasets: Sequence[str] | None = None
             chosen = as_number(fmean(seen)) if seen else NOT_YET
             rows[name] += [chosen, NOT_YET if cell == NOTHING else cell, _points(ahead.get(name))]
     notes = [f"Accuracy on incomplete images. {over_seeds(counts)}. {HOLM}"] if counts else [NOT_YET]
+    notes += _trained(mine, datasets_of(mine, datasets))
     return Table("C", "What the ingredients of the recipe are worth", columns, list(rows.values()), notes)
 
 
