@@ -19,6 +19,7 @@ from misconv.paper.recipe import RECIPES, Joint, Runs
 from misconv.paper.regions import ALL_SHAPES, all_shapes
 from misconv.paper.rows import ROWS, row_named
 from misconv.paper.scores import Record
+from misconv.paper.settings import AUTHORS
 from misconv.paper.shares import SHARES, run_shares
 from misconv.paper.supmiwae import SupMIWAE, SupMIWAESettings, log_weights
 from misconv.paper.teacher import DECAY, Taught
@@ -251,6 +252,21 @@ def test_the_papers_density_is_trained_by_both_objectives(tmp_path: Path) -> Non
     table = evidence.make_letter("F", records)
     assert [row[1] for row in table.rows] == ["the paper's", "ours"]
     assert experiment.settings.dmfa.objective == "joint"
+
+
+def test_the_authors_rates_are_a_line_of_their_own_where_they_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = Spied(tmp_path)
+    other = replace(experiment.settings.dmfa, batch_size=30, learning_rates=(1e-5,))
+    monkeypatch.setitem(AUTHORS, "digits", other)
+    records = letters.run_letter("F", experiment, None, [], [0])
+    chosen = {r["objective"]: r["settings"]["density"] for r in records}
+    assert [chosen[name]["learning_rates"] == [1e-5] for name in ("paper", "authors", "ours")] == [False, True, False]
+    assert chosen["authors"]["batch_size"] == 30
+    assert chosen["authors"]["epochs"] == chosen["paper"]["epochs"]
+    names = [row[1] for row in evidence.make_letter("F", records).rows]
+    assert names == ["the paper's", "the paper's, by the authors' rates", "ours"]
 
 
 def test_variants_share_what_is_the_same(tmp_path: Path) -> None:

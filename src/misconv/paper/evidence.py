@@ -16,6 +16,7 @@ from misconv.paper.methods import BY_NAME
 from misconv.paper.regions import ALL_SHAPES
 from misconv.paper.rows import BY_ROW, ROWS
 from misconv.paper.scores import Margin, Record, Scores, holm, margin, of, scores, title_of
+from misconv.paper.settings import AUTHORS
 from misconv.paper.shares import SHARES
 from misconv.paper.tables import (
     NOT_YET,
@@ -243,7 +244,10 @@ def objectives(records: Sequence[Record], datasets: Sequence[str] | None = None)
     rows, ahead, counts = [], [], []
     for dataset in datasets_of(mine, datasets):
         title = title_of(mine, dataset)
-        for objective, what in (("paper", "the paper's"), ("ours", "ours")):
+        known = {"paper": "the paper's", "authors": "the paper's, by the authors' rates", "ours": "ours"}
+        for objective, what in known.items():
+            if objective == "authors" and dataset not in AUTHORS:
+                continue
             found = {m: scores(mine, dataset=dataset, method=m, objective=objective) for m in names}
             counts.append((f"{title}, {what}", seed_count(found)))
             rows.append([title, what, *(NOT_YET if cell == NOTHING else cell for cell in cells_of(found).values())])
