@@ -241,6 +241,23 @@ def test_many_channels_are_read_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ({"channels": 32, "kernel": 2}, {}),
+        ({"channels": 1, "kernel": 16, "image": (32, 32)}, {"stride": 16}),
+    ],
+)
+def test_taps_that_fill_several_blocks_to_the_last_place(
+    shape: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of their weights are added up, so they must begin at zero, whatever fresh memory holds."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(3))
+    leaves, observed = layer(**shape)
+    assert_close(leaves, observed, **options)
+
+
+@pytest.mark.parametrize(
     "activation",
     ["identity", "relu6", "hardtanh", "gelu", "silu", nn.LeakyReLU(0.2), nn.Hardtanh(-0.5, 0.3), torch.relu],
 )

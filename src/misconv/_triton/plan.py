@@ -154,7 +154,7 @@ def backward(
     """
     by_logits, by_means, by_factors, by_noise, by_weight, _ = needed
     mixed = by_logits and logits.shape[1] > 1
-    launch, table, programs, (chunks, chunk_taps, places) = plan.backward(
+    launch, table, programs, (chunks, chunk_taps, places, turned) = plan.backward(
         grad.stride(),
         None if response is None else response.stride(),
         (by_weight, mixed, by_means, by_factors, by_noise),
@@ -164,7 +164,7 @@ def backward(
     out, taps = weight.shape[0], weight.shape[1] * weight.shape[2] * weight.shape[3]
     number = out * chunks * places
     # Where taps come in blocks the kernel adds to gradients of weights, else it writes them.
-    make = torch.empty if places == taps else torch.zeros
+    make = torch.zeros if turned else torch.empty
     parameters = make((programs, number + out), dtype=float32, device=device)
     sums, pixels = parameters, [parameters] * 3
     if mixed:
@@ -176,7 +176,7 @@ def backward(
     known = grad if response is None else response
     launch(*dense(logits, means, factors, noise, seen, weight, offset), table, grad, known, parameters, sums, *pixels)
     weights, biases = torch.split_with_sizes(parameters.sum(0), (number, out))
-    if places != taps:
+    if turned:
         groups = plan.settings.groups
         weights = weights.view(groups, chunks, places, -1)[:, :, :chunk_taps].flatten(1, 2)[:, :taps].mT  # (G, O/G, T)
     if mixed:  # the derivative of a softmax
@@ -373,10 +373,13 @@ class Plan:
         self._backward[key] = launch, table, programs, blocks
         return self._backward[key]
 
-    def _tiles(self, tiling: _Tiling, paired: bool) -> tuple[tuple[int, int], int, tuple[int, int, int], Any, Tensor]:
+    def _tiles(
+        self, tiling: _Tiling, paired: bool
+    ) -> tuple[tuple[int, int], int, tuple[int, int, int, bool], Any, Tensor]:
         """Tiles across and in all; parts of the channels; blocks of taps; the constants of a kernel; its table.
 
-        Of the taps: the number of chunks, the taps in one, and the places that the backward kernel keeps for them.
+        Of the taps: the number of chunks, the taps in one, the places that the backward kernel keeps for them, and
+        whether it keeps gradients turned, (taps, channels), and adds to them, because taps come in several blocks.
         """
         s, kernel, channels = self.settings, self.kernel(paired), self.weight[1]
         out = self.weight[0] // s.groups
@@ -385,9 +388,10 @@ class Plan:
         chunk = min(channels, max(1, _LARGEST_BOX // (box[0] * box[1])))
         taps = chunk * kernel[0] * kernel[1]
         block_t = min(max(power(taps), 16), tiling.taps)
+        turned = channels > chunk or taps > block_t
         # Where bfloat16 windows come in several blocks and channels are few, Triton 3.6 multiplies what lies beyond its
         # shared memory (16 channels, seen by compute-sanitizer).
-        wide = s.precision == "bf16" and (channels > chunk or taps > block_t)
+        wide = s.precision == "bf16" and turned
         block_o = _MOST_CHANNELS if wide else min(max(power(out), 16), _MOST_CHANNELS)
         constants = (
             self.means[1],
@@ -414,6 +418,6 @@ class Plan:
         )
         places = -(-taps // block_t) * block_t
         table = _table(chunk, kernel, s.dilation, box, places, paired, self.device)
-        blocks = (-(-channels // chunk), taps, taps if channels == chunk and taps <= block_t else places)
+        blocks = (-(-channels // chunk), taps, places if turned else taps, turned)
         across, down = -(-s.size[1] // tile[1]), -(-s.size[0] // tile[0])
         return (across, across * down), s.groups * -(-out // block_o), blocks, constants, table
