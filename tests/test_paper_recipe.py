@@ -62,6 +62,14 @@ def test_all_rows_are_trained_and_read_no_hidden_pixel(tmp_path: Path) -> None:
         assert math.isfinite(record["nll"])
         assert record["epochs"] == (3 if row_named(record["method"]).source == "density" else 2)
     assert not list((tmp_path / "a" / "running").iterdir())
+    errors = {record["method"]: record.get("rmse") for record in records}
+    filled = {r["method"] for r in records if row_named(r["method"]).source != "images" and not r["joint"]}
+    assert {name for name, error in errors.items() if error is not None} == filled
+    experiment = Spied(tmp_path / "a")
+    x, observed = experiment.test.at(torch.arange(len(experiment.test)))
+    known = impute.Mean().fit(*experiment.train.at(experiment.split[0]))(x, observed)
+    apart = (known - experiment.whole("test").at(torch.arange(len(x)))[0])[~observed.expand_as(x)]
+    assert errors["mean"] == pytest.approx(float(apart.square().mean().sqrt()), rel=1e-5)
     poisoned = Runs(Spied(tmp_path / "b", filler=math.nan)).run(names, [0])
     assert essence(poisoned) == essence(records)
 

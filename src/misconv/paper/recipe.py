@@ -8,6 +8,7 @@ imputation, MisConv and sampled completions. The classifier is the paper's from 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -151,6 +152,7 @@ class Runs:
         self.precision = FULL if on_cpu else self.recipe.precision
         self._fills: dict[str, Callable[[Tensor, Tensor], Any]] = {}
         self._versions: dict[tuple[str, bool], Versions] = {}
+        self._errors: dict[str, float] = {}
 
     # Units -----------------------------------------------------------------------------------------------------------
 
@@ -275,9 +277,23 @@ class Runs:
         for work in works:
             takes = self.given(work, experiment.test, said), self.given(work, experiment.whole("test"), {})
             record = self._record(work, len(works), *takes)
+            if work.source in said:
+                record["rmse"] = self._rmse(work.source, said[work.source])
             store.save(work.network, experiment.cache.network(work.settings))
             tested.append((work.settings, record))
         experiment.keep(tested, checkpoints)
+
+    @torch.no_grad()
+    def _rmse(self, source: str, said: CachedMFA) -> float:
+        """Of the mean that a source says of the hidden pixels of the test images."""
+        if source not in self._errors:
+            truth, hidden = self.experiment.whole("test"), ~self.experiment.test.observed
+            total = count = 0.0
+            for rows in torch.arange(len(truth), device=hidden.device).split(CHUNK):
+                apart = (said(rows).mean - truth.at(rows)[0]).masked_fill(~hidden[rows], 0).double()
+                total, count = total + float(apart.square().sum()), count + apart.shape[1] * float(hidden[rows].sum())
+            self._errors[source] = math.sqrt(total / count)
+        return self._errors[source]
 
     def _tune(self, works: Sequence[Work]) -> Path:
         """Train each network together with a copy of its density; returns where the checkpoint is."""
