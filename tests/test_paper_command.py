@@ -373,6 +373,7 @@ def refused(result: Result, message: str) -> None:
     ("arguments", "message"),
     [
         (["one"], "the table must be 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, A, B, C, D, E, F, figure-A, ablation, figure-2 or figures, got 'one'"),
+        (["3"], "--dataset must be given for 3, because celeba, one of the paper's, comes only with --data FILE; for example --dataset mnist"),
         (["1", "--dataset", "imagenet"], "--dataset must be one of digits, mnist, svhn, cifar10, or come with --data FILE, got 'imagenet'"),
         (["1", "--dataset", "digits", "--dataset", "digits"], "--dataset must name each data set once, got digits 2 times"),
         (["1", "--data", "a.npz"], "--data must be given once for each --dataset, got 1 file for mnist, svhn, cifar10"),

@@ -132,3 +132,20 @@ def test_ctrl_c_leaves_a_whole_terminal(tmp_path: Path) -> None:
         b"misconv: stopped before the report was written; nothing is kept, and the next call starts again\r\n"
     )
     assert not (tmp_path / "new").exists()
+
+
+def test_ctrl_c_waits_for_the_end_of_an_import(tmp_path: Path) -> None:
+    """A package that takes an interruption for a missing part of itself would be half there, and fail later."""
+    (tmp_path / "slow.py").write_text(
+        "import signal\nnext_line = False\ntry:\n    signal.raise_signal(signal.SIGINT)\n    next_line = True\n"
+        "except KeyboardInterrupt:\n    pass\n"
+    )
+    code = (
+        "import time\nfrom misconv._terminal import hold_interrupts\nhold_interrupts()\n"
+        "try:\n    import slow\n    for _ in range(600):\n        time.sleep(0.05)\nexcept KeyboardInterrupt:\n"
+        "    print('stopped', slow.next_line)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert (done.stdout, done.stderr) == ("stopped True\n", "")

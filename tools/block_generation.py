@@ -46,6 +46,6 @@ def sections(records: Sequence[Record]) -> list[str]:
         made = make_generation(number, records)
         parts += [f"## {made.heading}", WORDS[number]]
         is_measured = any(record.get("kind") in KINDS for record in records)
-        parts.append(made.markdown() if is_measured else f"Not measured yet: `misconv table {number}`.")
+        parts.append(made.markdown() if is_measured else f"Not measured yet: `misconv table {number} --dataset mnist`.")
         parts += [WHY] if number == NUMBERS[0] else []
     return parts

@@ -7,11 +7,12 @@ import json
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import typer
 
-__all__ = ["EXIT_CODES", "interruptible", "note", "print_json", "refuse", "report_errors"]
+__all__ = ["EXIT_CODES", "hold_interrupts", "interruptible", "note", "print_json", "refuse", "report_errors"]
 
 EXIT_CODES = {
     0: "done",
@@ -44,6 +45,34 @@ def _error_text(error: OSError | ImportError) -> str:
     if isinstance(error, OSError) and error.strerror is not None:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return str(error)
+
+
+def hold_interrupts() -> None:
+    """From now on Ctrl-C waits for the end of an import.
+
+    One that is interrupted leaves half of a package behind, or takes the interruption for a package that is missing;
+    what comes of it fails later, in other words.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if not _is_importing(frame):
+            raise KeyboardInterrupt
+        again = threading.Timer(0.05, signal.raise_signal, (signal.SIGINT,))
+        again.daemon = True
+        again.start()
+
+    in_main = threading.current_thread() is threading.main_thread()
+    # A shell may have had it ignored, and it stays so.
+    if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextlib.contextmanager

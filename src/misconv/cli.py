@@ -26,7 +26,7 @@ except ImportError as error:
     raise SystemExit(2) from error
 
 from misconv import cli_app, cli_classifier, cli_images
-from misconv._terminal import EXIT_CODES, interruptible, note, print_json, refuse, report_errors
+from misconv._terminal import EXIT_CODES, hold_interrupts, interruptible, note, print_json, refuse, report_errors
 from misconv.cli_tables import console_for, demo_tables, paper_tables
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def main() -> None:
             stream.reconfigure(errors="misconv")
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # nobody reads on: end there, as other commands do
+    hold_interrupts()
     try:
         try:
             app(prog_name="misconv")
@@ -228,15 +229,15 @@ def table(
         typer.Option(
             metavar="NAME",
             help="mnist, svhn, cifar10, digits (for a CPU), or any name with --data; may be given several times. "
-            "By default those of the paper's table.",
+            "By default those of the paper's table; for 3, 4, 5 and figure-2 it must be given.",
         ),
     ] = None,
     data: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="An .npz with x_train, y_train, x_test and y_test for each --dataset, in their order. The tables 3, "
-            "4, 5 and 7 and figure-2 need no labels.",
+            help="An .npz with x_train, y_train, x_test and y_test for each --dataset, in their order. Images "
+            "are bytes (N, H, W[, C]), 100 or more for training. The tables 3, 4, 5 and 7 and figure-2 need no labels.",
         ),
     ] = None,
     seeds: Seeds = 3,
@@ -248,11 +249,15 @@ def table(
     plus: Annotated[bool, typer.Option(help="MisConv+, a recipe beyond the paper's, as one more row.")] = True,
     methods: Annotated[
         str,
-        typer.Option(metavar="NAMES", help="Of 3, 4, 5, A, B, figure-A: the rows to train, with commas between them."),
+        typer.Option(
+            metavar="NAMES",
+            help="Of 3, 4, 5, A, B, C, figure-A: the rows to train, with commas between them, for example "
+            "zero,misconv. A name that is none is answered with all that are.",
+        ),
     ] = "",
     inception: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Of 3: weights of Inception for the FID, by torch-fidelity."),
+        typer.Option(metavar="FILE", help="Of 3, 4, 5, figure-2: weights of Inception for the FID, by torch-fidelity."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -353,6 +358,8 @@ def _make_table(plan: Plan, as_json: bool) -> None:
     path = command.write(plan, made, records)
     if not as_json:
         console.print(f"\nRecords: {path}", soft_wrap=True)
+        if plan.table == command.FIGURE_A:
+            console.print(f"Figure: {plan.file('.png')}", soft_wrap=True)
 
 
 def _table_content(plan: Plan, made: Table, records: list[Record]) -> dict[str, object]:

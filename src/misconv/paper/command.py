@@ -180,6 +180,11 @@ def _names(number: str, datasets: Sequence[str], files: Sequence[str | Path]) ->
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"--dataset must name each data set once, got {name} {names.count(name)} times")
+        if name not in data.NAMES and not files and not datasets:
+            raise ValueError(
+                f"--dataset must be given for {number}, because {name}, one of the paper's, comes only with --data "
+                f"FILE; for example --dataset {names[0]}"
+            )
         if name not in data.NAMES and not files:
             raise ValueError(
                 f"--dataset must be one of {', '.join(data.NAMES)}, or come with --data FILE, got {name!r}"
@@ -283,7 +288,9 @@ def _one_thread(device: torch.device) -> Iterator[None]:
 def _units(plan: Plan, experiment: Experiment) -> list[Record]:
     """The records of one data set with one shape."""
     if plan.table in GENERATION:
-        return _generation(plan, experiment).run(plan.methods or ROWS, range(plan.seeds))
+        generation = _generation(plan, experiment)
+        generation.run(plan.methods or ROWS, range(plan.seeds))
+        return generation.known(ROWS, range(plan.seeds))  # with those of an earlier call
     if plan.table in evidence.LETTERS:
         shorter = quick_recipe(experiment.data.name, FEW_EPOCHS["classifier"]) if plan.quick else None
         return run_letter(plan.table, experiment, shorter, plan.methods, range(plan.seeds))

@@ -13,11 +13,12 @@ from statistics import fmean
 from misconv.paper import printed
 from misconv.paper.measures import MEASURES
 from misconv.paper.methods import BY_NAME
+from misconv.paper.recipe import recipe_of
 from misconv.paper.regions import ALL_SHAPES
 from misconv.paper.rows import BY_ROW, ROWS
 from misconv.paper.scores import Margin, Record, Scores, holm, margin, of, scores, title_of
 from misconv.paper.settings import AUTHORS
-from misconv.paper.shares import SHARES
+from misconv.paper.shares import SHARES, really_hidden
 from misconv.paper.tables import (
     NOT_YET,
     NOTHING,
@@ -29,7 +30,7 @@ from misconv.paper.tables import (
     seed_count,
 )
 from misconv.paper.transfer import WAYS
-from misconv.paper.variants import VARIANTS, WHOLE
+from misconv.paper.variants import VARIANTS, WHOLE, variants_of
 
 __all__ = [
     "LETTERS",
@@ -76,10 +77,16 @@ def _trained(records: Sequence[Record], datasets: Sequence[str]) -> list[str]:
     for dataset in datasets:
         here = of(records, dataset=dataset)
         epochs = sorted({r["epochs"] for r in here if "epochs" in r})
+        # Fine-tuning comes on top of the usual epochs: whose they are is told.
+        longer = {VARIANTS[r["variant"]].title for r in here if "variant" in r and r.get("epochs", 0) > epochs[0]}
         precisions = {r.get("settings", {}).get("recipe", {}).get("precision") for r in here} - {None}
         if epochs:
             mixed = "".join(f" ({precision})" for precision in sorted(precisions))
-            told.append(f"{title_of(records, dataset)} {' or '.join(map(str, epochs))}{mixed}")
+            of_whom = f", {' and '.join(sorted(longer))}" if longer else ""
+            counted = (
+                f"{epochs[0]}{mixed}{of_whom} {epochs[-1]}" if longer else f"{' or '.join(map(str, epochs))}{mixed}"
+            )
+            told.append(f"{title_of(records, dataset)} {counted}")
     return [f"Epochs of the classifiers: {'; '.join(told)}."] if told else []
 
 
@@ -119,7 +126,8 @@ def transfer(records: Sequence[Record], datasets: Sequence[str] | None = None) -
             counts.append((f"{title}, {shape}", seed_count(found)))
             ahead += [(f"{title}, {shape}", each) for each in _against(found, ("misconv", "samples", "draws"), "mfa")]
     notes = [f"{over_seeds(counts)}. {_MEASURED}"] if counts else [NOT_YET]
-    corrected = holm([each for _, each in ahead])
+    corrected = holm([each for _, each in ahead if each.p is not None])
+    ahead = [(place, each) for place, each in ahead if each.p is not None]  # of one seed there is nothing to say
     notes += [
         f"{place}: {replace(each, method=titles[each.method], baseline=titles[each.baseline])}."
         for (place, _), each in zip(ahead, corrected, strict=True)
@@ -130,10 +138,11 @@ def transfer(records: Sequence[Record], datasets: Sequence[str] | None = None) -
     return Table("A", "Networks trained on complete images meet incomplete ones", columns, rows, notes, text=3)
 
 
-_MEASURED = (
-    "NLL in nats; ECE: expected calibration error; abstention: area under the risk–coverage curve, the share of errors "
-    "among the most confident answers, averaged over how many of them are given. Lower is better in all three."
+_ABSTENTION = (
+    "abstention: area under the risk–coverage curve, the share of errors among the most confident answers, averaged "
+    "over how many of them are given."
 )
+_MEASURED = f"NLL in nats; ECE: expected calibration error; {_ABSTENTION} Lower is better in all three."
 
 
 def _against(found: Mapping[str, Scores], ours: Sequence[str], other: str) -> list[Margin]:
@@ -149,7 +158,7 @@ def recipe(records: Sequence[Record], datasets: Sequence[str] | None = None) -> 
     shown = [row for row in ROWS if not row.extra]
     rows = {row.name: [row.starred] for row in shown}
     apart = [row.name for row in shown if row.complete]
-    columns, counts = ["method"], []
+    columns, counts, tested = ["method"], [], False
     keys = {"accuracy_incomplete": "accuracy", "accuracy_complete": "on complete images"}
     keys |= {name: MEASURES[name][0] for name in ("nll", "ece", "abstention")}
     for dataset in datasets_of(mine, datasets):
@@ -164,11 +173,13 @@ def recipe(records: Sequence[Record], datasets: Sequence[str] | None = None) -> 
         found = {name: scores(mine, dataset=dataset, method=name) for name in rows}
         counts.append((title, seed_count(found)))
         ahead = comparisons(found, OURS, apart)
+        tested |= any(each.p is not None for each in ahead.values())
         for name, cells in rows.items():
             cells.append(_points(ahead.get(name)))
     notes = [f"{over_seeds(counts)}. {_MEASURED}"] if counts else [NOT_YET]
     notes += [
-        f"Points: how far the accuracy of {BY_ROW[OURS].title} on incomplete images is ahead of the row. {HOLM}",
+        f"Points: how far the accuracy of {BY_ROW[OURS].title} on incomplete images is ahead of the row."
+        + (f" {HOLM}" if tested else ""),
         "* trained and tested on complete images.",
     ]
     notes[1:1] = [*_trained(mine, datasets_of(mine, datasets)), *_filled(mine, datasets_of(mine, datasets))]
@@ -181,8 +192,9 @@ def recipe(records: Sequence[Record], datasets: Sequence[str] | None = None) -> 
 def ingredients(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
     """Table C."""
     mine = of(records, kind="ingredient", shape="square")
-    rows = {name: [variant.title] for name, variant in VARIANTS.items()}
-    columns, counts = ["variant"], []
+    shown = [name for each in datasets_of(mine, datasets) for name in variants_of(recipe_of(each))]
+    rows = {name: [variant.title] for name, variant in VARIANTS.items() if name in shown}
+    columns, counts, tested = ["variant"], [], False
     for dataset in datasets_of(mine, datasets):
         title = title_of(mine, dataset)
         columns += [f"{title}: {head}" for head in ("validation", "test", f"points against {VARIANTS[WHOLE].title}")]
@@ -192,12 +204,13 @@ def ingredients(records: Sequence[Record], datasets: Sequence[str] | None = None
         known = [name for name in rows if name != WHOLE and found[name] and whole]
         against = holm([margin(name, found[name], WHOLE, whole) for name in known])
         ahead = dict(zip(known, against, strict=True))
+        tested |= any(each.p is not None for each in against)
         for name, cell in cells_of(found).items():
             seen = scores(mine, "accuracy_validation", dataset=dataset, variant=name).values()
             chosen = as_number(fmean(seen)) if seen else NOT_YET
             rows[name] += [chosen, NOT_YET if cell == NOTHING else cell, _points(ahead.get(name))]
-    notes = [f"Accuracy on incomplete images. {over_seeds(counts)}. {HOLM}"] if counts else [NOT_YET]
-    notes += _trained(mine, datasets_of(mine, datasets))
+    top = f"Accuracy on incomplete images. {over_seeds(counts)}." if counts else NOT_YET
+    notes = [f"{top} {HOLM}" if tested else top, *_trained(mine, datasets_of(mine, datasets))]
     return Table("C", "What the ingredients of the recipe are worth", columns, list(rows.values()), notes)
 
 
@@ -278,15 +291,22 @@ def objectives(records: Sequence[Record], datasets: Sequence[str] | None = None)
 def shares(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
     """What Figure A draws."""
     mine = of(records, kind="share")
-    rows = []
+    rows, told = [], []
     for dataset in datasets_of(mine, datasets, ("svhn", "cifar10")):
         for name in dict.fromkeys(r["method"] for r in of(mine, dataset=dataset)):
             for measure in ("accuracy", "nll", "abstention"):
                 found = [scores(mine, measure, dataset=dataset, method=name, share=share) for share in SHARES]
                 cells = [as_number(fmean(s.values())) if s else NOT_YET for s in found]
-                rows.append([title_of(mine, dataset), BY_ROW[name].title, MEASURES[measure][0], *cells])
+                rows.append([title_of(mine, dataset), BY_ROW[name].starred, MEASURES[measure][0], *cells])
+        hidden = [really_hidden(of(mine, dataset=dataset), share) for share in SHARES]
+        if any(abs(real - share) > 0.005 for real, share in zip(hidden, SHARES, strict=True)):
+            numbers = ", ".join(f"{100 * real:.0f}" for real in hidden)
+            told.append(f"{title_of(mine, dataset)}: regions have whole pixels, and hide {numbers} %.")
     columns = ["data set", "method", "measure", *(f"{share:.0%}" for share in SHARES)]
     seeds = len({r["seed"] for r in mine})
-    notes = [f"Means over {seeds} seeds. {_MEASURED}"] if rows else [NOT_YET]
+    over = "One seed" if seeds == 1 else f"Means over {seeds} seeds"
+    notes = [f"{over}. NLL in nats; {_ABSTENTION} Lower is better in both.", *told] if rows else [NOT_YET]
     notes.append("The networks are those of Table B, trained with a quarter of every image missing.")
+    if any(BY_ROW[r["method"]].complete for r in mine):
+        notes.append("* trained on complete images.")
     return Table(None, "Figure A: by how much is missing", columns, rows, notes, text=3)

@@ -126,6 +126,12 @@ class Generation:
         }
         return [next(found[kind]) for kind in kinds.values() for _ in seeds]
 
+    def known(self, names: Sequence[str], seeds: Sequence[int]) -> list[Record]:
+        """The records that are there."""
+        kinds = {name: FLOW.name if name == FLOW.name else "wae" for name in names}
+        found = (self.experiment.cache.get(self.unit(name, seed), kinds[name]) for name in names for seed in seeds)
+        return [record for record in found if record is not None]
+
     def load(self, name: str, seed: int) -> WAE | FlowMatching:
         """A trained autoencoder, or flow; one whose file is not there is trained."""
         self.run([name], [seed])

@@ -8,13 +8,13 @@ from dataclasses import replace
 from misconv.paper import generation, splitting
 from misconv.paper.classification import Experiment
 from misconv.paper.coding import MISCODED, run_coding
-from misconv.paper.recipe import RECIPES, RecipeSettings, Runs
+from misconv.paper.recipe import RecipeSettings, Runs, recipe_of
 from misconv.paper.rows import ROWS
 from misconv.paper.scores import Record
 from misconv.paper.settings import AUTHORS, SHAPES
 from misconv.paper.shares import SHOWN, run_shares
-from misconv.paper.transfer import WAYS, run_transfer
-from misconv.paper.variants import VARIANTS, run_variants
+from misconv.paper.transfer import WAYS, known_transfer, run_transfer
+from misconv.paper.variants import VARIANTS, known_variants, run_variants, variants_of
 
 __all__ = ["check_methods", "quick_recipe", "run_letter", "shapes_of_table"]
 
@@ -60,12 +60,15 @@ def run_letter(
     runs = Runs(experiment, recipe)
     match letter:
         case "A":
-            return run_transfer(runs, names, seeds)
+            run_transfer(runs, names, seeds)
+            return known_transfer(runs, seeds)  # with those of an earlier call, here as in the next two
         case "B":
             runs.run(_possible(experiment, names), seeds)
-            return runs.known(_ROWS, seeds)  # with those of an earlier call
+            return runs.known(_ROWS, seeds)
         case "C":
-            return run_variants(experiment, runs.recipe, names, seeds)
+            possible = variants_of(runs.recipe)
+            run_variants(experiment, runs.recipe, [name for name in names if name in possible], seeds)
+            return known_variants(experiment, runs.recipe, possible, seeds)
         case "D":
             return run_coding(experiment, seeds)
         case "E":
@@ -101,6 +104,6 @@ def _possible(experiment: Experiment, names: Sequence[str]) -> list[str]:
 
 def quick_recipe(name: str, epochs: int) -> RecipeSettings:
     """The recipe of a data set with few epochs."""
-    usual = RECIPES.get(name, RECIPES["svhn"])
+    usual = recipe_of(name)
     density, unet = replace(usual.density, epochs=epochs), replace(usual.splitting, epochs=epochs)
     return replace(usual, epochs=epochs, density=density, splitting=unet)

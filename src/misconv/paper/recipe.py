@@ -41,7 +41,7 @@ from misconv.paper.teacher import Taught, teaching_loss
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["RECIPES", "Joint", "RecipeSettings", "Runs", "Work"]
+__all__ = ["RECIPES", "Joint", "RecipeSettings", "Runs", "Work", "recipe_of"]
 
 CHUNK = 1024  # images that a density sees at a time
 FULL, MIXED = "32-true", "bf16-mixed"
@@ -101,6 +101,11 @@ RECIPES: dict[str, RecipeSettings] = {
 }  # fmt: skip
 
 
+def recipe_of(dataset: str) -> RecipeSettings:
+    """The recipe of a data set; one without its own has that of SVHN."""
+    return RECIPES.get(dataset, RECIPES["svhn"])
+
+
 class Joint(nn.Module):
     """A density and the network that follows it, which learn together; incomplete images go in.
 
@@ -140,12 +145,12 @@ class Runs:
 
     Args:
         experiment: data, missing regions, and where finished work is kept.
-        recipe: by default that of the data set (of SVHN, if it has none).
+        recipe: by default that of the data set.
     """
 
     def __init__(self, experiment: Experiment, recipe: RecipeSettings | None = None) -> None:
         self.experiment = experiment
-        self.recipe = recipe or RECIPES.get(experiment.data.name, RECIPES["svhn"])
+        self.recipe = recipe or recipe_of(experiment.data.name)
         if self.recipe.teacher and self.recipe.tuned:
             raise ValueError("a teacher must be without joint fine-tuning, which would train one without the other")
         on_cpu = experiment.device.type == "cpu"

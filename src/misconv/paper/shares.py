@@ -14,7 +14,7 @@ from misconv.paper.recipe import Runs, average_more
 from misconv.paper.rows import BY_ROW
 from misconv.paper.scores import Record, of, scores, title_of
 
-__all__ = ["SHARES", "SHOWN", "draw_shares", "run_shares"]
+__all__ = ["SHARES", "SHOWN", "draw_shares", "really_hidden", "run_shares"]
 
 SHARES = tuple(tenths / 10 for tenths in range(10))
 SHOWN = ("hiding", "partial", "samples", "mfa", "misconv")  # five rows
@@ -45,10 +45,12 @@ def _measure(runs: Runs, names: Sequence[str], seeds: Sequence[int]) -> None:
     for share in SHARES:
         experiment.say(f"{experiment.data.title}, {experiment.shape}: {share:.0%} of every test image missing")
         data, said = _missing(runs, share), dict[str, CachedMFA]()
+        hidden = 1 - float(data.observed.double().mean())  # a region has whole pixels
         for (name, seed), work in works.items():
             average_more(work.network)
             logs = log_probabilities(work.network, runs.given(work, data, said), len(labels), experiment.device)
             record = {"kind": "share", **experiment.circumstances(), "method": name, "seed": seed, "share": share}
+            record["hidden"] = hidden
             experiment.cache.keep(_unit(runs, name, seed, share), {**record, **measures(logs, labels)})
 
 
@@ -58,6 +60,12 @@ def _missing(runs: Runs, share: float) -> IncompleteImages:
     if share == 0:
         return experiment.whole("test")
     return experiment.with_missing(experiment.data.test, 2, share)
+
+
+def really_hidden(records: Sequence[Record], share: float) -> float:
+    """What regions of whole pixels hide, where this share was asked for."""
+    found = [r["hidden"] for r in of(records, share=share) if "hidden" in r]
+    return float(found[0]) if found else share
 
 
 def draw_shares(records: Sequence[Record], path: Path) -> Path:
@@ -83,7 +91,11 @@ def draw_shares(records: Sequence[Record], path: Path) -> Path:
 def _panel(axis: Any, records: Sequence[Record], measure: str) -> None:
     for name in dict.fromkeys(r["method"] for r in records):
         found = [scores(records, measure, method=name, share=share) for share in SHARES]
-        known = [(100 * share, torch.tensor(list(s.values()))) for share, s in zip(SHARES, found, strict=True) if s]
+        known = [
+            (100 * really_hidden(records, share), torch.tensor(list(s.values())))
+            for share, s in zip(SHARES, found, strict=True)
+            if s
+        ]
         means = [float(values.mean()) for _, values in known]
         spread = [float(values.std()) if len(values) > 1 else 0.0 for _, values in known]
         axis.errorbar(

@@ -13,7 +13,7 @@ from typing import Any
 from misconv.paper import printed
 from misconv.paper.methods import METHODS, OURS
 from misconv.paper.printed import CLASSIFIED, TITLES
-from misconv.paper.scores import Record, Scores, margin, margins, of, of_method, scores, title_of
+from misconv.paper.scores import Record, Scores, holm, margin, margins, of, of_method, scores, title_of
 
 __all__ = [
     "EVERYTHING",
@@ -119,9 +119,11 @@ def ablation(records: Sequence[Record], datasets: Sequence[str] | None = None) -
         title, whole = title_of(mine, dataset), found.get(EVERYTHING, {})
         counts.append((title, seed_count(found)))
         columns += [f"{title}: validation", f"{title}: test", f"{title}: points against {EVERYTHING}"]
+        known = [variant for variant in rows if variant != EVERYTHING and whole and found[variant]]
+        margins_of = holm([margin(variant, found[variant], EVERYTHING, whole) for variant in known])
+        ahead = dict(zip(known, margins_of, strict=True))
         for variant, cell in cells_of(found).items():
-            known = variant != EVERYTHING and whole and found[variant]
-            against = margin(variant, found[variant], EVERYTHING, whole) if known else None
+            against = ahead.get(variant)
             points = (
                 against.difference + (f" ({against.chance})" if against.p is not None else "") if against else NOTHING
             )
@@ -129,7 +131,8 @@ def ablation(records: Sequence[Record], datasets: Sequence[str] | None = None) -
             rows[variant] += [as_number(fmean(seen)) if seen else NOTHING, cell, points]
     notes = [
         f"Accuracy on incomplete images, of validation (the mean) and of the test. {over_seeds(counts)}.",
-        f"“{EVERYTHING}” is MisConv+ as a whole. Points are paired by seed, p is that of the paired t-test.",
+        f"“{EVERYTHING}” is MisConv+ as a whole. Points are paired by seed, p is that of the paired t-test, "
+        "corrected by Holm's method for the comparisons of a data set.",
     ]
     return Table(None, "What the ingredients of MisConv+ are worth", columns, list(rows.values()), notes)
 
@@ -194,7 +197,7 @@ def _methods(
         for method, cell in cells_of(found, apart=apart).items():
             follows = method == "acflow" and cell == NOTHING
             rows[method] += [as_number(g.printed.get(method)), NOT_YET if follows else cell]
-        ahead += [f"{g.title}, {each}." for each in margins(records, g.dataset, g.shape, key)]
+        ahead += [f"{g.title}, {each}." for each in holm(margins(records, g.dataset, g.shape, key))]
         if number == 1 and g.dataset == "cifar10" and found["gt"]:
             bound = fmean(found["gt"].values())
             ours = [(m.title, found[m.name]) for m in OURS if found[m.name]]
@@ -204,7 +207,8 @@ def _methods(
     notes = [f"{over_seeds(counts)}. {STARS}", *told]
     if ahead:
         notes += [
-            "Compared with the baseline of the best mean, seed by seed; p of the two-sided paired t-test.",
+            "Compared with the baseline of the best mean, seed by seed; p of the two-sided paired t-test, corrected by "
+            "Holm's method for the comparisons of a column.",
             *ahead,
         ]
     columns = ["method", *(head for g in groups for head in g.heads)]

@@ -19,7 +19,7 @@ from misconv.paper.inputs import Take
 
 __all__ = ["Taught", "teaching_loss"]
 
-DECAY = 0.999  # of the average, per step
+DECAY = 0.999  # of the average, per step, at most: at first it forgets faster, as its first weights tell nothing
 
 
 class Taught(nn.Module):
@@ -33,6 +33,8 @@ class Taught(nn.Module):
         super().__init__()
         self.student = student
         self.teacher = copy.deepcopy(student).requires_grad_(False).eval()
+        self.register_buffer("steps", torch.zeros(()))
+        self.steps: Tensor
 
     def train(self, mode: bool = True) -> Taught:
         """The teacher's answers are always those of a network in evaluation mode."""
@@ -51,10 +53,12 @@ class Taught(nn.Module):
 
     def _average(self) -> None:
         """Of parameters and of the statistics of BatchNorm, but not of counts."""
+        self.steps += 1
+        share = (9 / (9 + self.steps)).clamp_min(1 - DECAY)  # of what is new
         pairs = zip(self.teacher.state_dict().values(), self.student.state_dict().values(), strict=True)
         for average, new in pairs:
             if new.is_floating_point():
-                average.lerp_(new, 1 - DECAY)
+                average.lerp_(new, share.to(new.device, new.dtype))
 
 
 def teaching_loss(

@@ -24,7 +24,7 @@ from misconv.paper.recipe import Runs
 from misconv.paper.regions import ALL_SHAPES, region_named
 from misconv.paper.scores import Record
 
-__all__ = ["WAYS", "Way", "run_transfer", "shapes_of"]
+__all__ = ["WAYS", "Way", "known_transfer", "run_transfer", "shapes_of"]
 
 CHUNK = 1000  # images at a time
 
@@ -82,6 +82,13 @@ def run_transfer(runs: Runs, names: Sequence[str], seeds: Sequence[int]) -> list
         for shape in todo:
             _measure(runs, ways, shape, networks, fills)
     return [record for shape in shapes for record in find(shape) if record is not None]
+
+
+def known_transfer(runs: Runs, seeds: Sequence[int]) -> list[Record]:
+    """The records that are there."""
+    cache, shapes = runs.experiment.cache, shapes_of(runs.experiment.data.shape[0])
+    units = [_unit(runs, way, shape, seed) for shape in shapes for way in WAYS for seed in seeds]
+    return [record for record in (cache.get(unit, "transfer") for unit in units) if record is not None]
 
 
 def _density(runs: Runs) -> Any:

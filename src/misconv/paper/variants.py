@@ -10,7 +10,7 @@ from misconv.paper.classification import Experiment
 from misconv.paper.recipe import RecipeSettings, Runs
 from misconv.paper.scores import Record
 
-__all__ = ["VARIANTS", "WHOLE", "Variant", "run_variants"]
+__all__ = ["VARIANTS", "WHOLE", "Variant", "known_variants", "run_variants", "variants_of"]
 
 WHOLE, TUNED = "whole", 5  # epochs of joint fine-tuning
 
@@ -44,6 +44,15 @@ VARIANTS = {
 }
 
 
+def variants_of(recipe: RecipeSettings) -> list[str]:
+    """Those that differ from the whole: a recipe without shifts has no variant without them."""
+
+    def same(variant: Variant) -> bool:
+        return variant.row == VARIANTS[WHOLE].row and _changed(recipe, variant.changes) == recipe
+
+    return [name for name, variant in VARIANTS.items() if name == WHOLE or not same(variant)]
+
+
 def run_variants(
     experiment: Experiment, recipe: RecipeSettings, names: Sequence[str], seeds: Sequence[int]
 ) -> list[Record]:
@@ -61,6 +70,17 @@ def run_variants(
         for name, row in zip(members, rows, strict=True):
             found[name] = [{**r, "kind": "ingredient", "variant": name} for r in records if r["method"] == row]
     return [record for name in names for record in found[name]]
+
+
+def known_variants(
+    experiment: Experiment, recipe: RecipeSettings, names: Sequence[str], seeds: Sequence[int]
+) -> list[Record]:
+    """The records that are there."""
+    found: list[Record] = []
+    for name in names:
+        records = Runs(experiment, _changed(recipe, VARIANTS[name].changes)).known([VARIANTS[name].row], seeds)
+        found += [{**record, "kind": "ingredient", "variant": name} for record in records]
+    return found
 
 
 def _changed(recipe: RecipeSettings, changes: dict[str, Any]) -> RecipeSettings:
