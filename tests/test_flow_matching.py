@@ -123,7 +123,7 @@ def exact(steps: int) -> FlowMatching:
 
 def test_an_exact_network_draws_the_right_distribution() -> None:
     """Of two pixels, none or one of them seen: mean, spread and correlation, within four standard errors and more."""
-    many, flow = 40_000, exact(steps=30)
+    many, flow = 20_000, exact(steps=30)
     x = torch.full((many, 1, 1, 2), 0.6, dtype=torch.float64)
     observed = torch.zeros(many, 1, 1, 2, dtype=torch.bool)
     both = 2 * flow.sample(x, observed, generator=torch.Generator().manual_seed(0))[0].view(many, 2) - 1
@@ -263,11 +263,11 @@ def levelled(count: int, *, complete: bool) -> IncompleteImages:
 
 @pytest.mark.parametrize("complete", [True, False])
 def test_it_learns_a_distribution_and_its_conditionals(complete: bool) -> None:
-    """Of grey levels. What is allowed for is what it has not learned; the error of Monte Carlo is below 0.003."""
+    """Of grey levels. What is allowed for is what it has not learned; the error of Monte Carlo is below 0.004."""
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(3)
-    count, many = 2000, 2000
-    settings = MatchingSettings(epochs=12, scales=1, width=16, batch_size=50, learning_rate=4e-3)
+    count, many = 2000, 1000
+    settings = MatchingSettings(epochs=12, scales=1, width=16, steps=10, batch_size=50, learning_rate=4e-3)
     flow = make_matching(settings, (1, 4, 4), 0)
     job = matching_job(flow, settings, levelled(count, complete=complete), (torch.arange(count), torch.arange(0)))
     train([job], one_device("cpu"), epochs=settings.epochs, progress=False)
