@@ -17,9 +17,8 @@ from misconv.paper import matching
 from misconv.paper.flow_matching import FlowMatching
 from misconv.paper.inputs import IncompleteImages
 from misconv.paper.matching import MatchingSettings, draw_times, make_matching, matching_job, matching_loss
+from tests.test_acflow import MASKS, SHAPE, masked
 
-SHAPE = (2, 5, 6)  # rows and columns that do not halve evenly
-MASKS = ("pixels", "channels", "square", "all", "none")
 SMALL = MatchingSettings(epochs=4, scales=2, width=8, steps=4, batch_size=32, learning_rate=3e-3)
 
 
@@ -30,16 +29,6 @@ def random_flow(shape: tuple[int, int, int] = SHAPE, std: float = 0.1, **sizes: 
         for parameter in flow.parameters():
             parameter += std * torch.randn_like(parameter)
     return flow
-
-
-def masked(kind: str, batch: int = 3) -> Tensor:
-    channels, height, width = SHAPE
-    size = (batch, channels if kind == "channels" else 1, height, width)
-    if kind == "square":
-        return missing.square(batch, height, width)
-    if kind in ("all", "none"):
-        return torch.full(size, kind == "none")
-    return torch.rand(size) > 0.5
 
 
 # Seen and hidden -----------------------------------------------------------------------------------------------------

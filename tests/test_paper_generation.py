@@ -215,19 +215,24 @@ def test_some_rows_alone(file: Path, first: Path, tmp_path: Path) -> None:
     assert "--methods must be some of zero,mask," in call("5", file, first, "--methods", "smfa").stderr
 
 
-def test_a_table_that_is_stopped_comes_out_the_same(
-    file: Path, first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    judge, calls = engine.Running.judge, 0
+def stop_at(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> list[int]:
+    """Interrupt the epochs of these numbers, counted over all trainings, before they are judged; returns the count."""
+    judge, calls = engine.Running.judge, list[int]()
 
     def stop(self: Any, epoch: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls in (3, 6):  # in the middle of an autoencoder, and of the next one
+        calls.append(epoch)
+        if len(calls) in numbers:
             raise KeyboardInterrupt
         judge(self, epoch)
 
     monkeypatch.setattr(engine.Running, "judge", stop)
+    return calls
+
+
+def test_a_table_that_is_stopped_comes_out_the_same(
+    file: Path, first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_at(monkeypatch, 3, 6)  # in the middle of an autoencoder, and of the next one
     assert [call("3", file, tmp_path).exit_code for _ in range(3)] == [130, 130, 0]
 
     def numbers(out: Path) -> list[list[Any]]:
@@ -239,19 +244,10 @@ def test_a_table_that_is_stopped_comes_out_the_same(
 def test_the_flow_alone_stopped_and_called_again(
     file: Path, first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge, calls = engine.Running.judge, 0
-
-    def stop(self: Any, epoch: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:  # after the features, and the first of its two epochs
-            raise KeyboardInterrupt
-        judge(self, epoch)
-
-    monkeypatch.setattr(engine.Running, "judge", stop)
+    calls = stop_at(monkeypatch, 3)  # after the features, and the first of its two epochs
     codes = [call("3", file, tmp_path, "--methods", "flow_matching").exit_code for _ in range(2)]
     assert codes == [130, 0]
-    assert calls == 4, "the first epoch was not done again"
+    assert len(calls) == 4, "the first epoch was not done again"
     (found,) = json.loads((tmp_path / "table-3-digits-flow_matching.json").read_text())["records"]
     whole = next(record for record in records(first) if record["method"] == "flow_matching")
     for name in (*generation.BETTER, "epoch", "validation_loss"):

@@ -126,8 +126,8 @@ def transfer(records: Sequence[Record], datasets: Sequence[str] | None = None) -
             counts.append((f"{title}, {shape}", seed_count(found)))
             ahead += [(f"{title}, {shape}", each) for each in _against(found, ("misconv", "samples", "draws"), "mfa")]
     notes = [f"{over_seeds(counts)}. {_MEASURED}"] if counts else [NOT_YET]
-    corrected = holm([each for _, each in ahead if each.p is not None])
     ahead = [(place, each) for place, each in ahead if each.p is not None]  # of one seed there is nothing to say
+    corrected = holm([each for _, each in ahead])
     notes += [
         f"{place}: {replace(each, method=titles[each.method], baseline=titles[each.baseline])}."
         for (place, _), each in zip(ahead, corrected, strict=True)

@@ -119,7 +119,7 @@ class Generation:
 
     def run(self, names: Sequence[str], seeds: Sequence[int]) -> list[Record]:
         """The records of all methods with all seeds; those that are not there yet are trained, side by side."""
-        kinds = {name: FLOW.name if name == FLOW.name else "wae" for name in names}
+        kinds = {name: _kind(name) for name in names}
         found = {
             kind: iter(self.experiment.records(_of(kinds, kind), seeds, self.unit, self._train, kind))
             for kind in ("wae", FLOW.name)
@@ -128,8 +128,7 @@ class Generation:
 
     def known(self, names: Sequence[str], seeds: Sequence[int]) -> list[Record]:
         """The records that are there."""
-        kinds = {name: FLOW.name if name == FLOW.name else "wae" for name in names}
-        found = (self.experiment.cache.get(self.unit(name, seed), kinds[name]) for name in names for seed in seeds)
+        found = (self.experiment.cache.get(self.unit(name, seed), _kind(name)) for name in names for seed in seeds)
         return [record for record in found if record is not None]
 
     def load(self, name: str, seed: int) -> WAE | FlowMatching:
@@ -196,7 +195,7 @@ class Generation:
             found["frechet"] = self.ruler.distance(self.samples(model))
         validation = {key: value for key, value in chosen.items() if key.startswith("validation")}
         return {
-            "kind": FLOW.name if name == FLOW.name else "wae", **self.experiment.circumstances(), "method": name,
+            "kind": _kind(name), **self.experiment.circumstances(), "method": name,
             "seed": seed, **found, "features": self.ruler.title, **validation, "epoch": job.kept + 1,
             "epochs": len(history), "seconds": job.seconds, "side_by_side": side_by_side,
         }  # fmt: skip
@@ -240,6 +239,11 @@ class Generation:
         generator = torch.Generator().manual_seed(CODES)
         size = len(self.experiment.data.test), self.settings.latent
         return torch.randn(size, generator=generator, device="cpu", dtype=torch.float32).to(self.experiment.device)
+
+
+def _kind(name: str) -> str:
+    """Of a row's records."""
+    return FLOW.name if name == FLOW.name else "wae"
 
 
 def _of(kinds: dict[str, str], kind: str) -> list[str]:

@@ -64,7 +64,7 @@ class Taught(nn.Module):
 def teaching_loss(
     form: Callable[[Take], Take], more: Take, less: Take, labels: Tensor, weight: float
 ) -> Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]]:
-    """Cross-entropy of the labels, and `weight` times that of the teacher's answers less their entropy."""
+    """Cross-entropy of the labels, and `weight` times the Kullback–Leibler divergence from the teacher's answers."""
     more, less = form(more), form(less)
 
     def loss(model: nn.Module, indices: Tensor) -> tuple[Tensor, Tensor]:

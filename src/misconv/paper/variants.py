@@ -12,7 +12,8 @@ from misconv.paper.scores import Record
 
 __all__ = ["VARIANTS", "WHOLE", "Variant", "known_variants", "run_variants", "variants_of"]
 
-WHOLE, TUNED = "whole", 5  # epochs of joint fine-tuning
+WHOLE = "whole"
+TUNED = 5  # epochs of joint fine-tuning, on top of those of the recipe
 
 
 @dataclass(frozen=True)
