@@ -17,6 +17,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from misconv._checks import check_positive, describe
 from misconv._conv import (
     Affine,
+    BatchNorm,
     Convolution,
     batch_norm_affine,
     batch_norm_moments,
@@ -27,6 +28,7 @@ from misconv._conv import (
     incomplete_windows,
     mix_expectations,
     moments,
+    normalized_response,
     respond,
     sync_group,
 )
@@ -139,15 +141,23 @@ class MisConv2d(nn.Conv2d):
         if isinstance(norm, nn.Module) and norm.running_mean is not None:
             check_placed("norm", norm.running_mean, "weight", conv.weight)  # type: ignore[arg-type]  # a tensor
         if isinstance(norm, _BATCH_NORMS) and (norm.training or norm.running_mean is None):
-            options = _batch_options(norm)
-            statistics = batch_statistics(p, conv)
-            if statistics is not None:
-                number = len(p) * math.prod(conv.size(p.shape[-2:]))
-                affine = batch_norm_affine(number, *statistics, **options)
-                return respond(p, conv, affine, self.activation)
-            moved = batch_norm_moments(*moments(p, conv), p.weights, training=norm.training, **options)
-            return mix_expectations(p, self.activation, *moved, incomplete_windows(p, conv))
+            return self._normalized(p, conv, norm)
         return respond(p, conv, None if norm is None else _fixed(norm), self.activation)
+
+    def _normalized(self, p: MFA, conv: Convolution, norm: nn.Module) -> Tensor:
+        """The expected activation behind a normalization by the statistics of this batch."""
+        group, batch_norm = sync_group(norm), BatchNorm.of(norm)
+        if group is None:
+            response = normalized_response(p, conv, batch_norm, self.activation)
+            if response is not None:
+                return response
+        options = {**batch_norm.options(), "process_group": group}
+        statistics = batch_statistics(p, conv)
+        if statistics is not None:
+            number = len(p) * math.prod(conv.size(p.shape[-2:]))
+            return respond(p, conv, batch_norm_affine(number, *statistics, **options), self.activation)
+        moved = batch_norm_moments(*moments(p, conv), p.weights, training=norm.training, **options)
+        return mix_expectations(p, self.activation, *moved, incomplete_windows(p, conv))
 
     def extra_repr(self) -> str:
         """The arguments of the convolution, and the activation where it is a plain function."""
@@ -239,25 +249,6 @@ def _fixed(norm: Any) -> Affine:
         return slope, norm.bias - norm.running_mean * slope
 
     return Affine(norm, coefficients)
-
-
-def _batch_options(norm: Any) -> dict[str, Any]:
-    """What the normalization's own `forward` hands on where it takes the statistics of a batch."""
-    momentum = norm.momentum or 0.0
-    tracks = norm.training and norm.track_running_stats
-    if tracks and norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
-        if norm.momentum is None:
-            momentum = 1.0 / float(norm.num_batches_tracked)
-    return {
-        "running_mean": norm.running_mean if tracks else None,
-        "running_var": norm.running_var if tracks else None,
-        "weight": norm.weight,
-        "bias": norm.bias,
-        "momentum": momentum,
-        "eps": norm.eps,
-        "process_group": sync_group(norm),
-    }
 
 
 def _check_norm(norm: Any, channels: int) -> None:

@@ -2,6 +2,7 @@
 
 from misconv._conv.batch_norm import (
     Affine,
+    BatchNorm,
     batch_norm_affine,
     batch_norm_moments,
     fixed_batch_norm,
@@ -11,11 +12,12 @@ from misconv._conv.batch_norm import (
 from misconv._conv.checks import check_flag, check_geometry, check_layer, check_placed, check_weight, check_windows
 from misconv._conv.compiled import why_not as why_no_kernels
 from misconv._conv.convolution import Convolution
-from misconv._conv.dispatch import batch_statistics, moments, respond
+from misconv._conv.dispatch import batch_statistics, moments, normalized_response, respond
 from misconv._conv.plain import incomplete_windows, mix_expectations, pad_images
 
 __all__ = [
     "Affine",
+    "BatchNorm",
     "Convolution",
     "batch_norm_affine",
     "batch_norm_moments",
@@ -31,6 +33,7 @@ __all__ = [
     "mix_expectations",
     "moments",
     "normalized",
+    "normalized_response",
     "pad_images",
     "respond",
     "sync_group",

@@ -15,6 +15,7 @@ from misconv._conv.checks import check_batch_norm
 
 __all__ = [
     "Affine",
+    "BatchNorm",
     "batch_norm_affine",
     "batch_norm_moments",
     "first_response",
@@ -24,6 +25,37 @@ __all__ = [
 ]
 
 _OVER = (0, 1, 3, 4)  # all dimensions of (B, K, O, H', W') but the channels
+
+
+class BatchNorm(NamedTuple):
+    """A normalization by the statistics of a batch: its vectors (O,), of which any may be None, and its numbers."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None  # both, or neither
+    running_var: Tensor | None
+    batches_tracked: Tensor | None  # their number, which goes up by one
+    momentum: float | None  # None for the mean over all batches that were tracked
+    eps: float
+
+    @classmethod
+    def of(cls, norm: Any) -> BatchNorm:
+        """What a module of torch normalizes with in the mode it is in."""
+        tracks = norm.training and norm.track_running_stats
+        both = tracks and norm.running_mean is not None and norm.running_var is not None
+        mean, variance = (norm.running_mean, norm.running_var) if both else (None, None)
+        batches = norm.num_batches_tracked if tracks else None
+        return cls(norm.weight, norm.bias, mean, variance, batches, norm.momentum, norm.eps)
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of `torch.nn.functional.batch_norm`, for one more batch, which is counted."""
+        momentum = self.momentum or 0.0
+        if self.batches_tracked is not None:
+            self.batches_tracked.add_(1)
+            if self.momentum is None:
+                momentum = 1.0 / float(self.batches_tracked)
+        vectors = {"running_mean": self.running_mean, "running_var": self.running_var, "weight": self.weight}
+        return {**vectors, "bias": self.bias, "momentum": momentum, "eps": self.eps}
 
 
 class Affine(NamedTuple):

@@ -12,13 +12,21 @@ from torch import Tensor
 
 from misconv._backend import HAS_TRITON, is_eager, is_plain
 from misconv._conv import plain, touched
-from misconv._conv.batch_norm import Affine
+from misconv._conv.batch_norm import Affine, BatchNorm, batch_norm_moments
 from misconv._conv.checks import check_convolution, check_geometry, check_mfa
 from misconv._conv.convolution import Convolution
 from misconv._math import Activation
 from misconv.mfa import MFA
 
-__all__ = ["batch_statistics", "moments", "plain_path", "plain_squares", "respond"]
+__all__ = [
+    "batch_statistics",
+    "moments",
+    "normalized_response",
+    "plain_normalized",
+    "plain_path",
+    "plain_squares",
+    "respond",
+]
 
 
 def respond(p: MFA, conv: Convolution, norm: Affine | None, activation: Activation) -> Tensor:
@@ -54,6 +62,33 @@ def plain_path(conv: Convolution, activation: Activation) -> Callable[..., Tenso
     def respond(*tensors: Any) -> Tensor:
         p, filters = _unpacked(conv, *tensors)
         return plain.expected_response(p, filters, None, activation)
+
+    return respond
+
+
+def normalized_response(p: MFA, conv: Convolution, norm: BatchNorm, activation: Activation) -> Tensor | None:
+    """The expected activation (B, O, H', W') behind a normalization by the statistics of a batch, by fused kernels.
+
+    Running statistics are updated. None where the kernels cannot serve; nothing is updated then.
+    """
+    check_mfa(p)
+    check_geometry(*conv.geometry)
+    if not (p.means.is_cuda and HAS_TRITON) or is_plain():
+        return None
+    from misconv._triton import normalized_response as fused_response
+
+    return fused_response(p, conv, norm, activation, plain_normalized(conv, norm.eps, activation))
+
+
+def plain_normalized(conv: Convolution, eps: float, activation: Activation) -> Callable[..., Tensor]:
+    """(logits, means, factors, noise, observed, weight, bias, γ, β) -> the response, by the plain formulas."""
+
+    def respond(*tensors: Any) -> Tensor:
+        p, filters = _unpacked(conv, *tensors[:7])
+        scale, shift = (None if t is None else t.to(filters.weight.dtype) for t in tensors[7:])
+        mean, variance = plain.moments(p, filters)
+        moved = batch_norm_moments(mean, variance, p.weights, None, None, scale, shift, training=True, eps=eps)
+        return plain.mix_expectations(p, activation, *moved, plain.incomplete_windows(p, filters))
 
     return respond
 

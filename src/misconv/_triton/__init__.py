@@ -1,8 +1,19 @@
 """Kernels for a GPU, in Triton; importing this needs Triton."""
 
 from misconv._triton.network import Frame, join, smooth_input, to_mixture
+from misconv._triton.normalized import normalized_response
 from misconv._triton.operator import respond
 from misconv._triton.score import condition, log_prob
 from misconv._triton.statistics import batch_statistics
 
-__all__ = ["Frame", "batch_statistics", "condition", "join", "log_prob", "respond", "smooth_input", "to_mixture"]
+__all__ = [
+    "Frame",
+    "batch_statistics",
+    "condition",
+    "join",
+    "log_prob",
+    "normalized_response",
+    "respond",
+    "smooth_input",
+    "to_mixture",
+]

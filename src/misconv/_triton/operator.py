@@ -36,6 +36,7 @@ __all__ = [
     "PlainPath",
     "expected_conv2d",
     "find_plan",
+    "kernel_of",
     "pack",
     "plain_backward",
     "respond",
@@ -58,8 +59,7 @@ def respond(
         plain_path: (logits, means, factors, noise, observed, weight, bias) -> the same by the plain formulas, where
             weight and bias hold the normalization; for derivatives of derivatives.
     """
-    function = _kernel_of_name(activation) if type(activation) is str else _kernel_of(activation)
-    plan = find_plan(p, conv, norm is not None, function)
+    plan = find_plan(p, conv, norm is not None, kernel_of(activation))
     if plan is None:
         return None
     weight, bias = conv.weight, conv.bias
@@ -197,6 +197,11 @@ _KERNELS: dict[type[nn.Module], Callable[[Any], tuple[str, float, float] | None]
     nn.GELU: lambda a: ("gelu", 0.0, 0.0) if a.approximate == "none" else None,
     nn.SiLU: lambda a: ("silu", 0.0, 0.0),
 }
+
+
+def kernel_of(activation: Activation) -> tuple[str, float, float] | None:
+    """What the kernels call an activation, and its numbers; None for one that they do not know."""
+    return _kernel_of_name(activation) if type(activation) is str else _kernel_of(activation)
 
 
 def _kernel_of(activation: Activation) -> tuple[str, float, float] | None:

@@ -6,6 +6,7 @@ out once and kept.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -16,9 +17,19 @@ from misconv._triton.backward import backward_kernel
 from misconv._triton.forward import forward_kernel
 from misconv._triton.launch import Launch, dense, power
 from misconv._triton.squares import squares_kernel
-from misconv._triton.windows import BLOCK_T, window_moments_kernel
+from misconv._triton.windows import BLOCK_T
 
-__all__ = ["Plan", "Settings", "backward", "box_is_small", "forward", "is_channels_last", "squares", "window_moments"]
+__all__ = [
+    "Layout",
+    "Plan",
+    "Settings",
+    "backward",
+    "backward_parameters",
+    "box_is_small",
+    "forward",
+    "is_channels_last",
+    "squares",
+]
 
 _Shape = tuple[int, ...]
 
@@ -46,6 +57,35 @@ class _Tiling(NamedTuple):
     stack: int  # factors at a time
     options: dict[str, int]  # of the compiler
     programs: int = 0  # on each multiprocessor, where a program has many tiles
+
+
+class Layout(NamedTuple):
+    """Where the backward kernel writes the gradients of weights and biases: a row for each program, biases behind."""
+
+    out: int  # channels
+    chunks: int  # of taps
+    chunk_taps: int
+    places: int  # for the taps of a chunk
+    turned: bool  # (taps, channels), and added to; else (channels, taps), and written
+
+    @property
+    def number(self) -> int:
+        """Of places for weights."""
+        return self.out * self.chunks * self.places
+
+    def new_rows(self, programs: int, device: torch.device) -> Tensor:
+        make = torch.zeros if self.turned else torch.empty
+        return make((programs, self.number + self.out), dtype=torch.float32, device=device)
+
+
+class WindowWork(NamedTuple):
+    """How the second moments of windows are computed: numbers and constants of a kernel, and how it is launched."""
+
+    numbers: tuple[int, ...]
+    constants: tuple[Any, ...]
+    table: Tensor  # of taps
+    programs: int
+    options: dict[str, int]  # of the compiler
 
 
 # By windows: small ones, larger ones, and such as are spread in pairs of pixels; backward also by whether gradients of
@@ -107,32 +147,6 @@ def squares(
     return sums.sum(0, dtype=torch.float64).float()
 
 
-def window_moments(
-    plan: Plan, logits: Tensor, means: Tensor, factors: Tensor, observed: Tensor | None, mean: Tensor
-) -> Tensor:
-    """Σ E[(x − mean)(x − mean)ᵀ] over all windows x, less the noise, (taps, taps) in float64.
-
-    Only for a plan that says how.
-
-    Args:
-        mean: of all windows, (taps,) in float64.
-    """
-    assert plan.window_moments is not None
-    launch, table, programs = plan.window_moments
-    block, (rows, columns) = BLOCK_T.value, plan.weight[2:]
-    center = mean.view(-1, rows * columns).mean(1).float()  # near enough that no digits are lost
-    products = torch.empty((programs, 6, block, block), dtype=torch.float32, device=plan.device)
-    launch(*dense(logits, means, factors, means if observed is None else observed), center, table, products)
-    s00, s01, s02, s11, s12, s22 = products.sum(0, dtype=torch.float64)
-    blocks = ((s00, s01, s02), (s01.mT, s11, s12), (s02.mT, s12.mT, s22))
-    total = torch.cat([torch.cat(row, 1) for row in blocks])
-    lines, wide = len(mean) // columns, plan.kernel(plan.paired)[1]
-    total = total[: lines * wide, : lines * wide].view(lines, wide, lines, wide)[:, :columns, :, :columns]
-    apart = mean - center.double().repeat_interleave(rows * columns)
-    count = plan.shape[0] * plan.shape[2] * plan.shape[3]
-    return total.reshape(len(mean), len(mean)) - count * torch.outer(apart, apart)
-
-
 def backward(
     plan: Plan,
     needed: tuple[bool, ...],
@@ -154,18 +168,15 @@ def backward(
     """
     by_logits, by_means, by_factors, by_noise, by_weight, _ = needed
     mixed = by_logits and logits.shape[1] > 1
-    launch, table, programs, (chunks, chunk_taps, places, turned) = plan.backward(
+    launch, table, programs, layout = plan.backward(
         grad.stride(),
         None if response is None else response.stride(),
         (by_weight, mixed, by_means, by_factors, by_noise),
     )
     float32, device, columns = torch.float32, plan.device, weight.shape[3]
     weight = _widened(weight, plan.paired and not (by_means or by_factors or by_noise))
-    out, taps = weight.shape[0], weight.shape[1] * weight.shape[2] * weight.shape[3]
-    number = out * chunks * places
-    # Where taps come in blocks the kernel adds to gradients of weights, else it writes them.
-    make = torch.zeros if turned else torch.empty
-    parameters = make((programs, number + out), dtype=float32, device=device)
+    taps = weight.shape[1] * weight.shape[2] * weight.shape[3]
+    parameters = layout.new_rows(programs, device)
     sums, pixels = parameters, [parameters] * 3
     if mixed:
         sums = torch.zeros(logits.shape, dtype=float32, device=device)
@@ -175,10 +186,10 @@ def backward(
     seen, offset = means if observed is None else observed, weight if bias is None else bias
     known = grad if response is None else response
     launch(*dense(logits, means, factors, noise, seen, weight, offset), table, grad, known, parameters, sums, *pixels)
-    weights, biases = torch.split_with_sizes(parameters.sum(0), (number, out))
-    if turned:
-        groups = plan.settings.groups
-        weights = weights.view(groups, chunks, places, -1)[:, :, :chunk_taps].flatten(1, 2)[:, :taps].mT  # (G, O/G, T)
+    weights, biases = torch.split_with_sizes(parameters.sum(0), (layout.number, layout.out))
+    if layout.turned:
+        weights = weights.view(plan.settings.groups, layout.chunks, layout.places, -1)[:, :, : layout.chunk_taps]
+        weights = weights.flatten(1, 2)[:, :taps].mT  # (G, O/G, T)
     if mixed:  # the derivative of a softmax
         shares = logits.float().softmax(-1)
         sums = (shares * (sums - (shares * sums).sum(-1, keepdim=True))).to(logits.dtype)
@@ -189,6 +200,30 @@ def backward(
     if any(kind != float32 for kind in types):
         found = [t.to(kind) for t, kind in zip(found, types, strict=True)]
     return tuple([t if need else None for t, need in zip(found, needed, strict=True)])
+
+
+def backward_parameters(
+    plan: Plan,
+    grad: Tensor,
+    density: Sequence[Tensor],
+    observed: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    response: Tensor | None,
+) -> tuple[Tensor, int, Layout]:
+    """Gradients of weight and bias alone, as the kernel writes them: rows that are to be added, and how many.
+
+    Args:
+        density: logits, means, factors and noise.
+        weight: with an even number of columns, where pixels come in pairs.
+    """
+    strides = None if response is None else response.stride()
+    launch, table, programs, layout = plan.backward(grad.stride(), strides, (True, False, False, False, False))
+    rows = layout.new_rows(programs, plan.device)
+    seen, known = density[1] if observed is None else observed, grad if response is None else response
+    launch(*dense(*density, seen), weight, bias, table, grad, known, *[rows] * 5)
+    # Long rows are sooner added by a kernel that has nothing else to do.
+    return (rows.sum(0), 1, layout) if layout.turned else (rows, programs, layout)
 
 
 def is_channels_last(weight: Tensor) -> bool:
@@ -323,8 +358,8 @@ class Plan:
         return launch, table, programs
 
     @cached_property
-    def window_moments(self) -> tuple[Launch, Tensor, int] | None:
-        """The launch, its table of taps, and the number of programs; None where that is not the best way."""
+    def window_moments(self) -> WindowWork | None:
+        """How the second moments of windows are computed; None where that is not the best way."""
         s, block = self.settings, BLOCK_T.value
         (batch, components, channels, *image), kernel = self.means, self.kernel(self.paired)
         taps = channels * kernel[0] * kernel[1]
@@ -337,15 +372,13 @@ class Plan:
         programs = self._programs(_WINDOWS, batch * across * down, 1)
         numbers = (batch, *image, *s.size, across, across * down)
         constants = (
-            components, self.rank, channels, *s.stride, *s.corner, self.planes is not None,
-            self.planes is not None and self.planes > 1, "bf16x2" if self.paired else s.precision,
-            s.size[0] % tile[0] == 0 and s.size[1] % tile[1] == 0, *tile, *box, -(-taps // block),
-            power(channels * box[0] * box[1]), power(components),
+            components, self.rank, channels, self.weight[2] * self.weight[3], *s.stride, *s.corner,
+            self.planes is not None, self.planes is not None and self.planes > 1,
+            "bf16x2" if self.paired else s.precision, s.size[0] % tile[0] == 0 and s.size[1] % tile[1] == 0, *tile,
+            *box, -(-taps // block), power(channels * box[0] * box[1]), power(components),
         )  # fmt: skip
         table = _table(channels, kernel, s.dilation, box, 3 * block, self.paired, self.device)
-        grid, arguments = (programs, 1, 1), (*numbers, *constants)
-        launch = Launch(window_moments_kernel, self.device, grid, arguments, num_stages=1, **_WINDOWS.options)
-        return launch, table, programs
+        return WindowWork(numbers, constants, table, programs, _WINDOWS.options)
 
     def _programs(self, tiling: _Tiling, tiles: int, parts: int) -> int:
         """As many as run at a time, if there is work for them."""
@@ -354,7 +387,7 @@ class Plan:
         return max(1, min(tiles, tiling.programs * cores // parts))
 
     def backward(self, strides: _Shape, response: _Shape | None, needed: tuple[bool, ...]) -> tuple[Any, ...]:
-        """The launch, its table of taps, the number of programs, and what `_tiles` says of blocks.
+        """The launch, its table of taps, the number of programs, and the layout of gradients.
 
         Args:
             strides: of the gradient. response: strides of the response, if it is known.
@@ -365,22 +398,16 @@ class Plan:
         s, batch, of_pixels = self.settings, self.means[0], any(needed[2:])
         paired = self.paired and not of_pixels
         tiling = _BACKWARD[self._windows(paired), of_pixels]
-        (across, tiles), parts, blocks, constants, table = self._tiles(tiling, paired)
+        (across, tiles), parts, layout, constants, table = self._tiles(tiling, paired)
         programs = self._programs(tiling, batch * tiles, parts)
         numbers = (batch, *self.means[3:], *s.size, across, tiles, *strides, *(response or strides), s.low, s.high)
         grid, arguments = (programs, parts, 1), (*numbers, *constants, *needed, response is not None)
         launch = Launch(backward_kernel, self.device, grid, arguments, num_stages=1, **tiling.options)
-        self._backward[key] = launch, table, programs, blocks
+        self._backward[key] = launch, table, programs, layout
         return self._backward[key]
 
-    def _tiles(
-        self, tiling: _Tiling, paired: bool
-    ) -> tuple[tuple[int, int], int, tuple[int, int, int, bool], Any, Tensor]:
-        """Tiles across and in all; parts of the channels; blocks of taps; the constants of a kernel; its table.
-
-        Of the taps: the number of chunks, the taps in one, the places that the backward kernel keeps for them, and
-        whether it keeps gradients turned, (taps, channels), and adds to them, because taps come in several blocks.
-        """
+    def _tiles(self, tiling: _Tiling, paired: bool) -> tuple[tuple[int, int], int, Layout, Any, Tensor]:
+        """Tiles across and in all; parts of the channels; the layout of gradients; constants of a kernel; its table."""
         s, kernel, channels = self.settings, self.kernel(paired), self.weight[1]
         out = self.weight[0] // s.groups
         tile = _tile(tiling.pixels, kernel, s)
@@ -418,6 +445,6 @@ class Plan:
         )
         places = -(-taps // block_t) * block_t
         table = _table(chunk, kernel, s.dilation, box, places, paired, self.device)
-        blocks = (-(-channels // chunk), taps, places if turned else taps, turned)
+        layout = Layout(self.weight[0], -(-channels // chunk), taps, places if turned else taps, turned)
         across, down = -(-s.size[1] // tile[1]), -(-s.size[0] // tile[0])
-        return (across, across * down), s.groups * -(-out // block_o), blocks, constants, table
+        return (across, across * down), s.groups * -(-out // block_o), layout, constants, table

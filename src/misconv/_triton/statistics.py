@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from misconv._triton.normalized import window_moments
 from misconv._triton.operator import SETTINGS, TENSORS, PlainPath, find_plan, pack, plain_backward, unpack
-from misconv._triton.plan import Plan, backward, squares, window_moments
+from misconv._triton.plan import Plan, backward, squares
 
 if TYPE_CHECKING:
     from misconv._conv import Convolution
@@ -41,16 +42,17 @@ def batch_statistics(p: MFA, conv: Convolution, plain_path: PlainPath) -> tuple[
     density = (p.logits, p.means, p.factors, p.noise)
     compiling = torch.compiler.is_compiling()
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in density)
-    by_windows = not learns and not compiling and plan.window_moments is not None
-    sums = _sums_of_windows([_mean_of_all(p), *([_noise_of_all(p)] if by_windows else [])], conv)
-    window, out = sums[0] / count, conv.weight.shape[0]
+    out = conv.weight.shape[0]
     filters = conv.weight.double().reshape(conv.groups, out // conv.groups, -1)
+    by_windows = not learns and not compiling and plan.window_moments is not None
+    if by_windows:
+        window, moments = _moments_of_windows(plan, *density, p.observed)
+    else:
+        window = _sum_of_windows(_mean_of_all(p), conv) / count
     middle = torch.einsum("got,gt->go", filters, window.view(conv.groups, -1)).flatten().float()
     mean = middle if conv.bias is None else middle + conv.bias.float()
     if by_windows:
-        filters = filters[0]
-        moments = window_moments(plan, *density[:3], p.observed, window)
-        return mean, (((filters @ moments) * filters).sum(1) + filters.square() @ sums[1]).float() / count
+        return mean, ((filters[0] @ moments) * filters[0]).sum(1).float()
     tensors = (*density, p.observed, conv.weight.float(), -middle)
     if compiling:
         total = torch.ops.misconv.expected_squares(*tensors, *pack(plan.settings))
@@ -61,29 +63,31 @@ def batch_statistics(p: MFA, conv: Convolution, plain_path: PlainPath) -> tuple[
     return mean, total / count
 
 
+def _moments_of_windows(plan: Plan, *tensors: Any) -> tuple[Tensor, Tensor]:
+    """The mean of all windows (taps,) and their second moments around it (taps, taps), in float64."""
+    found = window_moments(plan, *tensors)
+    channels, rows, columns = plan.weight[1:]
+    wide = plan.kernel(plan.paired)[1]  # of which the last one may be there only to make a pair
+    taps = channels * rows * wide
+    mean, noise = found.taps[:, :taps].reshape(2, -1, wide)[:, :, :columns].flatten(1)
+    matrix = found.matrix[:taps, :taps].reshape(taps // wide, wide, -1, wide)[:, :columns, :, :columns]
+    apart = mean - found.center.double().repeat_interleave(rows * columns)
+    return mean, matrix.reshape(len(mean), len(mean)) - torch.outer(apart, apart) + noise.diag()
+
+
 def _mean_of_all(p: MFA) -> Tensor:
-    """The sum of all images' means (C, H, W)."""
-    return _sum_of_images(p, p.means)
-
-
-def _noise_of_all(p: MFA) -> Tensor:
-    """The sum of all images' noise (C, H, W)."""
-    return _sum_of_images(p, p.noise if p.observed is None else p.noise.where(~p.observed[:, None], 0))
-
-
-def _sum_of_images(p: MFA, values: Tensor) -> Tensor:
-    """Over images and, weighted, over components (B, K, C, H, W)."""
+    """The sum of all images' means (C, H, W), weighted over components."""
     # In float64, for a mean far from zero must not spoil the variance; half precision has fewer digits to lose.
-    wide = torch.float64 if values.dtype == torch.float32 else torch.float32
-    if values.shape[1] == 1:
-        return values[:, 0].sum(0, dtype=wide).double()
-    return torch.einsum("bk,bkchw->chw", p.weights.to(wide), values.to(wide)).double()
+    wide = torch.float64 if p.dtype == torch.float32 else torch.float32
+    if p.means.shape[1] == 1:
+        return p.means[:, 0].sum(0, dtype=wide).double()
+    return torch.einsum("bk,bkchw->chw", p.weights.to(wide), p.means.to(wide)).double()
 
 
-def _sums_of_windows(images: list[Tensor], conv: Convolution) -> Tensor:
-    """The sum of all windows (N, C · kh · kw) of each of N images (C, H, W)."""
-    padded = F.pad(torch.stack(images), conv.margins)
-    return F.unfold(padded, conv.kernel, conv.dilations, 0, conv.strides).sum(2)
+def _sum_of_windows(image: Tensor, conv: Convolution) -> Tensor:
+    """The sum of all windows (C · kh · kw) of an image (C, H, W)."""
+    padded = F.pad(image[None], conv.margins)
+    return F.unfold(padded, conv.kernel, conv.dilations, 0, conv.strides).sum((0, 2))
 
 
 class _Squares(torch.autograd.Function):

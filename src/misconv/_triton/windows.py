@@ -1,10 +1,15 @@
-"""The second moments of all windows of a batch, for the variance of responses to any filters, as a Triton kernel.
+"""The first and second moments of all windows of a batch, for mean and variance of responses to any filters, in Triton.
 
 The variance of the responses w·x over all windows x, and over all that missing pixels may be, is wᵀSw with
 S = E[(x − x̄)(x − x̄)ᵀ]. S knows nothing of the filters, so that neither the sum nor its gradient has to be computed for
-each of them. It serves where windows have no more taps than three blocks of 64 hold. Any number near the mean may be
-taken off every pixel of a channel, which the caller sets right; and the noise of pixels, which only adds to the
-diagonal of S, is left to the caller. Tiles, boxes and windows are those of `forward`.
+each of them. It serves where windows have no more taps than three blocks of 64 hold. Three kernels:
+
+1. `tap_sums_kernel` sums means and noise over all images, and over the places that a tap passes, for a block of pixels;
+2. `window_moments_kernel` sums (x − c)(x − c)ᵀ without the noise, with c near the mean of a channel so that no digits
+   are lost. Tiles, boxes and windows are those of `forward`;
+3. `gather_kernel` adds up what the programs of both have found.
+
+There are no atomic operations, so that equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -14,9 +19,71 @@ import triton.language as tl
 
 from misconv._triton.forward import box_of, count_missing, packed, product, rounded, share_of, starts_of, windows_of
 
-__all__ = ["BLOCK_T", "window_moments_kernel"]
+__all__ = ["BLOCK_T", "gather_kernel", "tap_sums_kernel", "window_moments_kernel"]
 
 BLOCK_T = tl.constexpr(64)  # taps
+
+
+@triton.jit
+def _total(values, number, BLOCK: tl.constexpr):
+    """The sum of some float64 numbers in memory."""
+    total = tl.zeros((BLOCK,), tl.float64)
+    for first in range(0, number, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        total += tl.load(values + place, mask=place < number, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def tap_sums_kernel(
+    logits, means, noise, observed, sums,
+    batch, height, width, rows, columns, blocks,
+    K: tl.constexpr, CHANNELS: tl.constexpr, KY: tl.constexpr, KX: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr,
+    PY: tl.constexpr, PX: tl.constexpr, DY: tl.constexpr, DX: tl.constexpr, HAS_OBSERVED: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, IMAGES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Sums over all images of one block of pixels of a channel, for each tap over the pixels that it passes.
+
+    `sums` (channels, 2 · KY · KX + 1, blocks) has the means of all taps, their noise, and the means of all pixels.
+    """
+    block, channel = tl.program_id(0), tl.program_id(1)
+    plane = height * width
+    pixel, image = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, IMAGES)
+    mean, variance = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
+    for first in range(0, batch, IMAGES):
+        b = (first + image).to(tl.int64)
+        real = (b < batch)[:, None] & (pixel < plane)[None, :]
+        missing = real
+        if HAS_OBSERVED:
+            row = b * CHANNELS + channel if PER_CHANNEL else b
+            missing = real & (tl.load(observed + (row * plane)[:, None] + pixel[None, :], mask=real, other=1) == 0)
+        for k in range(K):
+            places = (((b * K + k) * CHANNELS + channel) * plane)[:, None] + pixel[None, :]
+            m = tl.load(means + places, mask=real, other=0.0).to(tl.float64)
+            v = tl.load(noise + places, mask=missing, other=0.0).to(tl.float64)
+            if K > 1:
+                index = tl.arange(0, BLOCK_K)
+                inside = (b < batch)[:, None] & (index < K)[None, :]
+                values = tl.load(logits + b[:, None] * K + index[None, :], mask=inside, other=float("-inf"))
+                values = tl.where((b < batch)[:, None], values.to(tl.float64), 0.0)
+                exponents = tl.exp(values - tl.max(values, 1)[:, None])
+                share = tl.sum(tl.where((index == k)[None, :], exponents, 0.0), 1) / tl.sum(exponents, 1)
+                m, v = m * share[:, None], v * share[:, None]
+            mean += tl.sum(m, 0)
+            variance += tl.sum(v, 0)
+    # A tap passes a pixel if its window begins at a place of the response.
+    tap = tl.arange(0, BLOCK_X)
+    across = (pixel % width + PX)[:, None] - (tap * DX)[None, :]
+    passed = (tap < KX)[None, :] & (pixel < plane)[:, None]
+    passed = passed & (across >= 0) & (across % SX == 0) & (across // SX < columns)
+    sums += channel.to(tl.int64) * ((2 * KY * KX + 1) * blocks) + block
+    for line in range(KY):
+        down = pixel // width + PY - line * DY
+        taken = passed & ((down >= 0) & (down % SY == 0) & (down // SY < rows))[:, None]
+        places = sums + (line * KX + tap) * blocks
+        tl.store(places, tl.sum(tl.where(taken, mean[:, None], 0.0), 0), mask=tap < KX)
+        tl.store(places + KY * KX * blocks, tl.sum(tl.where(taken, variance[:, None], 0.0), 0), mask=tap < KX)
+    tl.store(sums + 2 * KY * KX * blocks, tl.sum(mean, 0))
 
 
 @triton.jit
@@ -62,24 +129,31 @@ def _add(s00, s01, s02, s11, s12, s22, values, starts, table, inside, EVEN: tl.c
 
 @triton.jit
 def window_moments_kernel(
-    logits, means, factors, observed, center, table, products,
-    batch, height, width, rows, columns, tiles_x, tiles,
-    K: tl.constexpr, L: tl.constexpr, CHANNELS: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr,
-    PX: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
-    EVEN: tl.constexpr, TILE_Y: tl.constexpr, TILE_X: tl.constexpr, BOX_Y: tl.constexpr, BOX_X: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    logits, means, factors, observed, sums, table, products, center,
+    batch, height, width, rows, columns, tiles_x, tiles, blocks,
+    K: tl.constexpr, L: tl.constexpr, CHANNELS: tl.constexpr, WINDOW: tl.constexpr, SY: tl.constexpr,
+    SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr,
+    PRECISION: tl.constexpr, EVEN: tl.constexpr, TILE_Y: tl.constexpr, TILE_X: tl.constexpr, BOX_Y: tl.constexpr,
+    BOX_X: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Σ_k π_k E[(x − c)(x − c)ᵀ], less the noise, over the tiles of one program, which come round-robin.
 
-    `center` has a number c for every channel. `products` has for each program the blocks 00, 01, 02, 11, 12 and 22 of
-    the sum. EVEN if tiles cover the responses and no more.
+    c is the mean of all pixels of a channel, from `sums` of the kernel above; `center` receives it. `products` has for
+    each program the blocks 00, 01, 02, 11, 12 and 22 of the sum, or as many as there are. EVEN if tiles cover the
+    responses and no more.
     """
     BLOCK_P: tl.constexpr = TILE_Y * TILE_X
     plane = height * width
     size = CHANNELS * plane
     t = tl.arange(0, BLOCK_T)
     channel = tl.arange(0, BLOCK_Q) // (BOX_Y * BOX_X)
-    c = tl.load(center + channel, mask=channel < CHANNELS, other=0.0)
+    c = tl.zeros((BLOCK_Q,), tl.float32)
+    for number in range(CHANNELS):
+        found = _total(sums + ((number + 1) * (2 * WINDOW + 1) - 1) * blocks, blocks, BLOCK_N)
+        found = (found / batch / plane).to(tl.float32)
+        c = tl.where(channel == number, found, c)
+        if tl.program_id(0) == 0:
+            tl.store(center + number, found)
     s00 = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
     s01, s02, s11, s12, s22 = s00, s00, s00, s00, s00
     pixel = tl.arange(0, BLOCK_P)
@@ -116,10 +190,48 @@ def window_moments_kernel(
                                                 BLOCKS, PRECISION)  # fmt: skip
     places = t[:, None] * BLOCK_T + t[None, :]
     SIZE: tl.constexpr = BLOCK_T * BLOCK_T
-    products += tl.program_id(0).to(tl.int64) * (6 * SIZE)
+    products += tl.program_id(0).to(tl.int64) * (BLOCKS * (BLOCKS + 1) // 2 * SIZE)
     tl.store(products + places, s00)
-    tl.store(products + SIZE + places, s01)
-    tl.store(products + 2 * SIZE + places, s02)
-    tl.store(products + 3 * SIZE + places, s11)
-    tl.store(products + 4 * SIZE + places, s12)
-    tl.store(products + 5 * SIZE + places, s22)
+    if BLOCKS > 1:
+        tl.store(products + SIZE + places, s01)
+        tl.store(products + BLOCKS * SIZE + places, s11)
+        if BLOCKS > 2:
+            tl.store(products + 2 * SIZE + places, s02)
+            tl.store(products + 4 * SIZE + places, s12)
+            tl.store(products + 5 * SIZE + places, s22)
+
+
+@triton.jit
+def gather_kernel(
+    products, sums, tracked, matrix, taps, programs, blocks, count,
+    KY: tl.constexpr, KX: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One row of the second moments, over all programs, and the first moments of its tap.
+
+    Where pixels come in pairs a line of a window has WIDE taps, of which KX count. `matrix` is square; `taps` has a row
+    of means and a row of noise. `tracked` counts batches, for the kernel that comes next; it may be None.
+    """
+    SIDE: tl.constexpr = BLOCKS * BLOCK_T
+    SIZE: tl.constexpr = BLOCK_T * BLOCK_T
+    row = tl.program_id(0)
+    part, inner, column = row // BLOCK_T, row % BLOCK_T, tl.arange(0, BLOCK_T)
+    for other in range(part, BLOCKS):
+        slot = part * BLOCKS - part * (part - 1) // 2 + other - part
+        total = tl.zeros((BLOCK_T,), tl.float64)
+        for first in range(0, programs, BLOCK_N):
+            program = first + tl.arange(0, BLOCK_N)
+            places = (program.to(tl.int64) * (BLOCKS * (BLOCKS + 1) // 2) + slot)[:, None] * SIZE
+            places += inner * BLOCK_T + column[None, :]
+            found = tl.load(products + places, mask=(program < programs)[:, None], other=0.0)
+            total += tl.sum(found.to(tl.float64), 0)
+        total /= count
+        tl.store(matrix + row * SIDE + other * BLOCK_T + column, total)
+        if other > part:
+            tl.store(matrix + (other * BLOCK_T + column) * SIDE + row, total)
+    line, tap = row // WIDE, row % WIDE
+    if tap < KX:
+        places = sums + ((line // KY) * (2 * KY * KX + 1) + line % KY * KX + tap).to(tl.int64) * blocks
+        tl.store(taps + row, _total(places, blocks, BLOCK_N) / count)
+        tl.store(taps + SIDE + row, _total(places + KY * KX * blocks, blocks, BLOCK_N) / count)
+    if tracked is not None:
+        tl.store(tracked, tl.load(tracked, mask=row == 0, other=0) + 1, mask=row == 0)

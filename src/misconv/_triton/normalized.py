@@ -1,0 +1,259 @@
+"""Convolution, batch normalization in training and activation by fused kernels: planned, launched, differentiated.
+
+Where the moments of windows say what the statistics of a batch are (`windows`), five launches make the response and two
+its gradients (four, where windows are large). A small network is bound by the host, for which every launch counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from misconv._backend import is_ordinary
+from misconv._math import Activation
+from misconv._triton.fold import fold_kernel, unfold_kernel
+from misconv._triton.launch import Launch, dense, power
+from misconv._triton.operator import find_plan, kernel_of
+from misconv._triton.plan import Layout, Plan, backward_parameters, is_channels_last
+from misconv._triton.windows import BLOCK_T, gather_kernel, tap_sums_kernel, window_moments_kernel
+
+if TYPE_CHECKING:
+    from misconv._conv import BatchNorm, Convolution
+    from misconv.mfa import MFA
+
+__all__ = ["WindowMoments", "normalized_response", "window_moments"]
+
+PlainPath = Callable[..., Tensor]
+_IMAGES, _PIXELS = 16, 256  # that a program reads at a time, for the sums over images
+_NUMBERS = 4096  # of a matrix, likewise
+
+
+class WindowMoments(NamedTuple):
+    """The moments of all windows of a batch; where pixels come in pairs with taps that count for nothing."""
+
+    taps: Tensor  # (2, side), float64: the mean of every tap, and the mean of its noise
+    center: Tensor  # (C,), float32
+    matrix: Tensor  # (side, side), float64: the mean of (x − center)(x − center)ᵀ, without noise
+
+
+# How the work is divided -------------------------------------------------------------------------------------------
+
+
+class _Windows:
+    """Launches for the moments of windows, and the sizes of what they write."""
+
+    def __init__(self, plan: Plan) -> None:
+        s, (batch, components, channels, *image) = plan.settings, plan.means
+        assert plan.window_moments is not None
+        numbers, constants, self.table, self.programs, options = plan.window_moments
+        device, kernel, block = plan.device, plan.weight[2:], BLOCK_T.value
+        self.wide, self.taps = plan.kernel(plan.paired)[1], channels * kernel[0] * plan.kernel(plan.paired)[1]
+        self.parts, self.count = -(-self.taps // block), batch * s.size[0] * s.size[1]
+        self.side, self.blocks = self.parts * block, -(-image[0] * image[1] // _PIXELS)
+        self.numbers = channels * (2 * kernel[0] * kernel[1] + 1) * self.blocks
+        self.products = (self.programs, self.parts * (self.parts + 1) // 2, block, block)
+        masks = plan.planes is not None, plan.planes is not None and plan.planes > 1
+        more = (*s.stride, *s.corner, *s.dilation, *masks, _IMAGES, _PIXELS, power(kernel[1]), power(components))
+        arguments: tuple[Any, ...] = (batch, *image, *s.size, self.blocks, components, channels, *kernel, *more)
+        self.sum_taps = Launch(tap_sums_kernel, device, (self.blocks, channels, 1), arguments)
+        arguments = (*numbers, self.blocks, *constants, _PIXELS)
+        grid = (self.programs, 1, 1)
+        self.multiply = Launch(window_moments_kernel, device, grid, arguments, num_stages=1, **options)
+        arguments = (self.programs, self.blocks, self.count, *kernel, self.wide, self.parts, _NUMBERS // block)
+        self.gather = {tracks: Launch(gather_kernel, device, (self.taps, 1, 1), arguments) for tracks in (False, True)}
+
+
+class _Folding:
+    """Launches that fold a normalization into filters and back, for tensors of certain types and strides."""
+
+    def __init__(self, plan: Plan, windows: _Windows) -> None:
+        self.plan, self.windows = plan, windows
+        self.out, channels, *kernel = plan.weight
+        self.shape = (channels, *kernel, windows.wide)
+        self.block = power(windows.taps)
+        self._fold: dict[Any, Launch] = {}
+        self._unfold: dict[Any, Launch] = {}
+
+    def fold(self, weight: Tensor, bias: Tensor | None, norm: BatchNorm) -> Launch:
+        vectors = (bias, *norm[:5])
+        key = (weight.stride(), tuple([None if t is None else t.dtype for t in vectors]), norm.momentum, norm.eps)
+        found = self._fold.get(key)
+        if found is None:
+            if len(self._fold) > 64:  # somebody changes the momentum in every step
+                self._fold.clear()
+            cumulative = norm.momentum is None and norm.batches_tracked is not None
+            numbers = (*weight.stride(), self.windows.count, norm.momentum or 0.0, norm.eps)
+            constants = (*self.shape, self.windows.side, cumulative, self.block, _NUMBERS // self.block)
+            found = Launch(fold_kernel, self.plan.device, (self.out, 1, 1), (*numbers, *constants))
+            self._fold[key] = found
+        return found
+
+    def unfold(self, programs: int, layout: Layout, weight: Tensor, scale: Tensor | None, made: Any) -> Launch:
+        """For that number of rows in that layout; `made` are the gradients of weight, bias, γ and β, or None."""
+        strides = weight.stride() if made[0] is None else made[0].stride()
+        types = tuple([None if t is None else t.dtype for t in (scale, *made)])
+        key = (programs, layout, weight.stride(), strides, types)
+        found = self._unfold.get(key)
+        if found is None:
+            numbers = (*weight.stride(), *strides, programs)
+            constants = (*self.shape, *layout, self.block, _NUMBERS // self.block)
+            found = Launch(unfold_kernel, self.plan.device, (self.out, 1, 1), (*numbers, *constants))
+            self._unfold[key] = found
+        return found
+
+
+@lru_cache(1024)
+def _windows_of(plan: Plan) -> _Windows:
+    return _Windows(plan)
+
+
+@lru_cache(1024)
+def _folding_of(plan: Plan) -> _Folding:
+    return _Folding(plan, _windows_of(plan))
+
+
+# Launched ----------------------------------------------------------------------------------------------------------
+
+
+def window_moments(
+    plan: Plan,
+    logits: Tensor,
+    means: Tensor,
+    factors: Tensor,
+    noise: Tensor,
+    observed: Tensor | None,
+    tracked: Tensor | None = None,
+) -> WindowMoments:
+    """The moments of all windows of a batch, for a plan that says how."""
+    w, device, float64 = _windows_of(plan), plan.device, torch.float64
+    side = w.side
+    buffer = torch.empty(side * (side + 2) + w.numbers, dtype=float64, device=device)
+    matrix, taps, sums = buffer.split_with_sizes((side * side, 2 * side, w.numbers))
+    center = torch.empty(plan.means[2], dtype=torch.float32, device=device)
+    products = torch.empty(w.products, dtype=torch.float32, device=device)
+    logits, means, factors, noise, seen = dense(logits, means, factors, noise, means if observed is None else observed)
+    w.sum_taps(logits, means, noise, seen, sums)
+    w.multiply(logits, means, factors, seen, sums, w.table, products, center)
+    w.gather[tracked is not None](products, sums, tracked, matrix, taps)
+    return WindowMoments(taps.view(2, side), center, matrix.view(side, side))
+
+
+def normalized_response(
+    p: MFA, conv: Convolution, norm: BatchNorm, activation: Activation, plain_path: PlainPath
+) -> Tensor | None:
+    """The expected activation (B, O, H', W') behind a batch normalization in training, whose statistics are updated.
+
+    Args:
+        plain_path: (logits, means, factors, noise, observed, weight, bias, γ, β) -> the same by the plain formulas, for
+            derivatives of derivatives.
+
+    Returns:
+        None where these kernels cannot serve.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    plan = find_plan(p, conv, True, kernel_of(activation))
+    if plan is None or plan.window_moments is None or not _is_ready(norm, plan):
+        return None
+    density, grads = (p.logits, p.means, p.factors, p.noise), torch.is_grad_enabled()
+    if grads and any(t.requires_grad for t in density):
+        return None
+    if plan.shape[0] * plan.shape[2] * plan.shape[3] <= 1:
+        return None  # the plain path says what is wrong
+    parameters = (conv.weight, conv.bias, norm.weight, norm.bias)
+    if grads and any(t is not None and t.requires_grad for t in parameters):
+        result: Tensor = _Normalized.apply(plan, plain_path, norm, *density, p.observed, *parameters)
+    else:
+        result, _, _, _ = _forward(plan, norm, *density, p.observed, conv.weight, conv.bias)
+    return result
+
+
+def _is_ready(norm: BatchNorm, plan: Plan) -> bool:
+    """Whether the vectors of a normalization are what a kernel may read."""
+    vectors = [t for t in norm[:4] if t is not None]
+    tracked = norm.batches_tracked
+    if not is_ordinary(*vectors) or (tracked is not None and tracked.device != plan.device):
+        return False
+    shape, device = plan.weight[:1], plan.device
+    return all(t.shape == shape and t.device == device and t.is_contiguous() for t in vectors)
+
+
+def _forward(
+    plan: Plan,
+    norm: BatchNorm,
+    logits: Tensor,
+    means: Tensor,
+    factors: Tensor,
+    noise: Tensor,
+    observed: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor, WindowMoments, Tensor, Tensor]:
+    """The response; and for the gradients the moments of windows, the folded filters, and what else was kept."""
+    seen = means if observed is None else observed
+    logits, means, factors, noise, seen = dense(logits, means, factors, noise, seen)
+    moments = window_moments(plan, logits, means, factors, noise, None if observed is None else seen, norm[4])
+    folding = _folding_of(plan)
+    out, taps = folding.out, folding.windows.taps
+    # One buffer, whose parts begin at multiples of 16 bytes.
+    sizes = [-(-number // 4) * 4 for number in (out * taps, out, out * (taps + 2))]
+    folded, kept = torch.empty(sum(sizes), dtype=torch.float32, device=plan.device).split_with_sizes(
+        (sizes[0] + sizes[1], sizes[2])
+    )
+    offsets = folded[sizes[0] :]
+    launch = folding.fold(weight, bias, norm)
+    launch(weight, bias, *norm[:5], moments.matrix, moments.taps, moments.center, folded, offsets, kept)
+    tracked = [t for t in norm[2:5] if t is not None]
+    if tracked:
+        torch.autograd.graph.increment_version(tracked)  # who has saved them for a backward pass must know
+    launch, table, strides = plan.forward_channels_last if is_channels_last(weight) else plan.forward
+    response = torch.empty_strided(plan.shape, strides, dtype=plan.settings.dtype, device=plan.device)
+    launch(logits, means, factors, noise, seen, folded, offsets, table, response)
+    return response, moments, folded, kept
+
+
+class _Normalized(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        ctx.plan, ctx.plain_path, norm, *tensors = arguments
+        response, moments, folded, kept = _forward(ctx.plan, norm, *tensors[:7])
+        known = response if ctx.plan.reads_response else None
+        ctx.save_for_backward(*tensors, known, moments.taps, folded, kept)
+        return response
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, response, taps, folded, kept = ctx.saved_tensors
+        needed = ctx.needs_input_grad[8:]
+        nothing = (None,) * 8
+        if torch.is_grad_enabled():  # derivatives of this derivative are left to the plain path
+            wanted = [t for t, asked in zip(tensors[5:], needed, strict=True) if asked]
+            y = ctx.plain_path(*tensors)
+            found = iter(torch.autograd.grad(y, wanted, grad.to(y.dtype), create_graph=True, allow_unused=True))
+            return (*nothing, *[next(found) if asked else None for asked in needed])
+        return (*nothing, *_backward(ctx.plan, needed, grad, tensors, response, taps, folded, kept))
+
+
+def _backward(
+    plan: Plan,
+    needed: tuple[bool, ...],
+    grad: Tensor,
+    tensors: list[Any],
+    response: Tensor | None,
+    taps: Tensor,
+    folded: Tensor,
+    kept: Tensor,
+) -> list[Tensor | None]:
+    """Gradients of weight, bias, γ and β, as far as they are needed."""
+    *density, observed, weight, _, scale, _ = tensors
+    folding = _folding_of(plan)
+    offsets = folded[-(-folding.out * folding.windows.taps // 4) * 4 :]
+    parameters, programs, layout = backward_parameters(plan, grad, density, observed, folded, offsets, response)
+    made = [torch.empty_like(t) if need else None for t, need in zip(tensors[5:], needed, strict=True)]
+    launch = folding.unfold(programs, layout, weight, scale, made)
+    launch(parameters, weight, scale, taps, kept, *made)
+    return made
