@@ -55,6 +55,12 @@ def log_prob(tensors: list[Any]) -> Tensor:
     return value
 
 
+def log_probs(tensors: list[Any]) -> tuple[Tensor, Tensor]:
+    plain = (_likelihood.log_prob, _likelihood.marginal_log_prob)
+    joint, marginal = _triton_score.log_probs(*tensors, floor=FLOOR, plain=plain)
+    return joint, marginal
+
+
 def gradients(value: Tensor, tensors: list[Any], upstream: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(value, tensors[:5], upstream.to(value.dtype), materialize_grads=True))
 
@@ -84,6 +90,99 @@ def test_values_and_gradients_are_those_of_the_plain_path(
     components: int, rank: int, seen: int, exact: int | None, type_: torch.dtype
 ) -> None:
     assert_same(problem(components, rank, seen=seen, exact=exact), type_, tolerance("exact", type_))
+
+
+@pytest.mark.parametrize("type_", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("asked", ["both", "joint", "marginal"])
+@pytest.mark.parametrize(
+    ("components", "rank", "seen", "exact"), [(1, 4, 1, None), (3, 0, 2, 1), (2, 1, 1, 2), (3, 7, 2, 2), (1, 0, 1, 1)]
+)
+def test_both_scores_in_one_pass(
+    components: int, rank: int, seen: int, exact: int | None, asked: str, type_: torch.dtype
+) -> None:
+    """The joint score and that of pixels by themselves, and gradients of one or both."""
+    tensors = problem(components, rank, seen=seen, exact=exact)
+    single = [t.to(type_) for t in tensors[:5]] + tensors[5:]
+    own, wide = ready(single, type_), ready(single, torch.float64)
+    rate = torch.finfo(type_).eps if type_ == torch.bfloat16 else tolerance("exact", type_)
+    found, expected = log_probs(own), (_likelihood.log_prob(*wide), _likelihood.marginal_log_prob(*wide))
+    for actual, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual, wanted.to(type_), rtol=rate, atol=rate)
+    assert torch.equal(found[0], log_prob(own))
+    upstream = torch.randn(2, 2, dtype=torch.float64).to(type_).double()
+    chosen = {"both": [0, 1], "joint": [0], "marginal": [1]}[asked]
+    made = []
+    for scores, leaves in ((found, own), (expected, wide)):
+        rows = [(scores[i] * upstream[i].to(scores[i].dtype)).sum() for i in chosen]
+        made.append(torch.autograd.grad(rows, leaves[:5], materialize_grads=True))
+    for name, actual, wanted in zip(NAMES, *made, strict=True):
+        torch.testing.assert_close(
+            actual, wanted.to(type_), rtol=rate, atol=rate, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+def test_the_score_of_single_pixels_reads_no_others() -> None:
+    tensors = problem(2, 3, exact=2)
+    clean, poisoned = ready(tensors, torch.float64), ready(tensors, torch.float64)
+    where, observed = tensors[5:]
+    outside = ~(where & ~observed)  # (B, C, H, W)
+    with torch.no_grad():
+        for at, extra in ((1, 1), (2, 2), (3, 1), (4, 0)):
+            chosen = outside.reshape(2, *([1] * extra), *outside.shape[1:]).expand_as(poisoned[at])
+            poisoned[at][chosen] = torch.nan
+    values = [log_probs(clean)[1], log_probs(poisoned)[1]]
+    assert torch.equal(*values)
+    found = [gradients(v, t, torch.ones(2)) for v, t in zip(values, (clean, poisoned), strict=True)]
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+    assert not found[1][4][outside].any()
+    tensors[5] = torch.zeros_like(where)
+    assert log_probs(tensors)[1].tolist() == [0, 0]
+
+
+def test_single_pixels_under_a_component_without_weight_and_far_from_all() -> None:
+    """exp underflows far out, and a first component of weight zero has no finite logarithm to begin with."""
+    tensors = problem(3, 2)
+    tensors[0][:, 0] = -torch.inf
+    tensors[4] = tensors[4] * 1e3
+    torch.testing.assert_close(log_probs(tensors)[1], _likelihood.marginal_log_prob(*tensors), rtol=1e-12, atol=0)
+
+
+def test_a_pixel_without_any_variance_has_that_of_its_rounding() -> None:
+    for type_ in (torch.float32, torch.float64):
+        tensors = [t.to(type_) for t in problem(2, 2)[:5]] + problem(2, 2)[5:]
+        tensors[2][..., :2, :] = 0
+        tensors[3][..., :2, :] = 0
+        own, plain = ready(tensors, type_), ready(tensors, type_)
+        value, expected = log_probs(own)[1], _likelihood.marginal_log_prob(*plain)
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=0)
+        slope, reference = (gradients(v, t, torch.ones(2))[3] for v, t in ((value, own), (expected, plain)))
+        assert not slope[..., :2, :].any()
+        torch.testing.assert_close(slope[..., 2:, :], reference[..., 2:, :], rtol=1e-4, atol=1e-6)
+
+
+def test_second_derivatives_of_both_scores() -> None:
+    tensors = problem(2, 2)
+    own, plain = ready(tensors, torch.float64), ready(tensors, torch.float64)
+    made = []
+    for scores, leaves in (
+        (log_probs(own), own),
+        ((_likelihood.log_prob(*plain), _likelihood.marginal_log_prob(*plain)), plain),
+    ):
+        first = torch.autograd.grad([s.sum() for s in scores], leaves[:5], create_graph=True)
+        made.append(torch.autograd.grad(sum(t.square().sum() for t in first), leaves[:5]))  # type: ignore[arg-type]
+    for actual, wanted in zip(*made, strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
+def test_an_mfa_has_both_scores_of_its_kernels(fused: None) -> None:
+    p = random_mfa(2, 2, 3, (2, 5, 7))
+    x, where = torch.randn(p.shape), torch.rand(2, 1, 5, 7) < 0.6
+    joint, marginal = p.log_probs(x, where)
+    assert torch.equal(joint, p.log_prob(x, where))
+    assert torch.equal(marginal, p.marginal_log_prob(x, where))
+    tensors = (*p._parameters(), x, where, None)
+    torch.testing.assert_close(marginal, _likelihood.marginal_log_prob(*tensors))
 
 
 @pytest.mark.parametrize("type_", [torch.float16, torch.bfloat16])
@@ -284,10 +383,24 @@ def test_a_compiled_graph_holds_the_operator(backend: str, fused: None, compiler
     assert "misconv.mfa_log_prob" in graphs[0]
 
 
-def test_the_operator_is_well_behaved() -> None:
+@pytest.mark.parametrize("both", [False, True])
+def test_the_operator_is_well_behaved(both: bool) -> None:
     own = ready(problem(2, 3, exact=1), torch.float64)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.misconv.mfa_log_prob.default, (*own, FLOOR), test_utils=tests)
+    torch.library.opcheck(torch.ops.misconv.mfa_log_prob.default, (*own, FLOOR, both), test_utils=tests)
+
+
+def test_both_scores_in_a_compiled_graph(fused: None) -> None:
+    tensors = problem(2, 3, exact=1)
+    made = []
+    for compiled in (True, False):
+        torch.compiler.reset()
+        own = ready(tensors, torch.float64)
+        scores = torch.compile(log_probs, backend="aot_eager", fullgraph=True) if compiled else log_probs
+        joint, marginal = scores(own)
+        made.append((joint, marginal, *gradients(joint + 2 * marginal, own, torch.ones(2))))
+    for actual, wanted in zip(*made, strict=True):
+        torch.testing.assert_close(actual, wanted)
 
 
 def test_the_plain_path_serves_where_kernels_do_not(

@@ -161,8 +161,7 @@ class MFA:
             >>> p.log_prob(torch.zeros(1, 1, 2, 2))  # four standard normal pixels: -2 log 2π
             tensor([-3.6758])
         """
-        scored = self._check_pixels(x, where, "where")
-        tensors = (*self._parameters(), x, None if where is None else scored, self.observed)
+        tensors = self._scored(x, where)
         if self._fused(x):
             from misconv._triton import log_prob as fused_log_prob
 
@@ -175,8 +174,37 @@ class MFA:
         Like `log_prob` it is a proper score: it is largest for the true density. It sees what each pixel claims, and
         nothing of how pixels go together. Arguments and result are those of `log_prob`.
         """
+        tensors = self._scored(x, where)
+        if self._fused(x):
+            return self._fused_log_probs(tensors)[1]
+        return marginal_log_prob(*tensors)
+
+    def log_probs(self, x: Tensor, where: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`log_prob` and `marginal_log_prob`, (B,) each, in one pass where a GPU's kernels serve.
+
+        A density is trained by both.
+
+        Example:
+            >>> means, noise = torch.zeros(1, 1, 1, 1, 2), torch.ones(1, 1, 1, 1, 2)
+            >>> p = MFA(torch.zeros(1, 1), means, torch.ones(1, 1, 1, 1, 1, 2), noise)
+            >>> joint, marginal = p.log_probs(torch.ones(1, 1, 1, 2))  # pixels go together, and x has them alike
+            >>> bool(joint > marginal)
+            True
+        """
+        tensors = self._scored(x, where)
+        if self._fused(x):
+            return self._fused_log_probs(tensors)
+        return log_prob(*tensors), marginal_log_prob(*tensors)
+
+    def _fused_log_probs(self, tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        from misconv._triton import log_probs as fused_log_probs
+
+        return fused_log_probs(*tensors, floor=NOISE_FLOOR, plain=(log_prob, marginal_log_prob))
+
+    def _scored(self, x: Tensor, where: Tensor | None) -> tuple[Any, ...]:
+        """What a log density is computed from, checked."""
         scored = self._check_pixels(x, where, "where")
-        return marginal_log_prob(*self._parameters(), x, None if where is None else scored, self.observed)
+        return (*self._parameters(), x, None if where is None else scored, self.observed)
 
     def condition(self, x: Tensor, observed: Tensor) -> MFA:
         """The MFA given the observed pixels, which become exact; the weights are updated by Bayes' rule.

@@ -77,8 +77,9 @@ class Scores:
         hidden = (observed & ~less).expand(x.shape)
         p = p.to(torch.promote_types(p.dtype, torch.float32))
         truth = x.to(p.dtype)
-        self.nll -= float(p.log_prob(truth, hidden).sum(dtype=torch.float64))
-        self.marginal_nll -= float(p.marginal_log_prob(truth, hidden).sum(dtype=torch.float64))
+        joint, marginal = p.log_probs(truth, hidden)
+        self.nll -= float(joint.sum(dtype=torch.float64))
+        self.marginal_nll -= float(marginal.sum(dtype=torch.float64))
         self.images += int(hidden.flatten(1).any(1).sum())
 
         wide = wide_type(x)

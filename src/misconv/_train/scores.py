@@ -40,12 +40,11 @@ def fit_sums(p: MFA, x: Tensor, target: Tensor, objective: str, unit: Tensor | N
     errors = (p.mean - x).where(target, 0)
     error = errors.square().sum()
     # In float64: a sum over many pixels.
-    nll = -p.log_prob(x, target).sum(dtype=torch.float64)
-    total = torch.zeros_like(nll)
-    if "joint" in objective:
-        total = total + nll
     if "marginal" in objective:
-        total = total - p.marginal_log_prob(x, target).sum(dtype=torch.float64)
+        nll, marginal = (-score.sum(dtype=torch.float64) for score in p.log_probs(x, target))
+        total = nll + marginal if "joint" in objective else marginal
+    else:
+        total = nll = -p.log_prob(x, target).sum(dtype=torch.float64)
     if "mean" in objective and unit is not None:
         total = total + (errors / unit).square().sum(dtype=torch.float64)
     return torch.stack([total, nll, error.double(), target.sum().double()])
@@ -57,7 +56,8 @@ def validation_sums(p: MFA, x: Tensor, target: Tensor, objective: str) -> Tensor
     The four `ratio_sums` of what is minimised; −log p, jointly and pixel by pixel; squared error; pixels inside 50 %
     and 90 % intervals; and how many pixels there are.
     """
-    parts = {"joint": -p.log_prob(x, target).double(), "marginal": -p.marginal_log_prob(x, target).double()}  # (B,)
+    joint, marginal = p.log_probs(x, target)  # (B,)
+    parts = {"joint": -joint.double(), "marginal": -marginal.double()}
     minimised = torch.stack([value for name, value in parts.items() if name in objective]).sum(0)
     error = (p.mean - x).where(target, 0).square().sum(dtype=torch.float64)
     level = _level(p, x)

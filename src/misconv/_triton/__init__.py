@@ -3,7 +3,7 @@
 from misconv._triton.network import Frame, join, smooth_input, to_mixture
 from misconv._triton.normalized import normalized_response
 from misconv._triton.operator import respond
-from misconv._triton.score import condition, log_prob
+from misconv._triton.score import condition, log_prob, log_probs
 from misconv._triton.statistics import batch_statistics
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "condition",
     "join",
     "log_prob",
+    "log_probs",
     "normalized_response",
     "respond",
     "smooth_input",

@@ -126,7 +126,7 @@ def unfold_kernel(
         places = by_weight + o * to_o + channel * to_c + y * to_y + x * to_x
         tl.store(places, change.to(tl.float32).to(by_weight.dtype.element_ty), mask=counts)
     if by_bias is not None:
-        tl.store(by_bias + o, tl.zeros((), tl.float32).to(by_bias.dtype.element_ty))
+        tl.store(by_bias + o, 0.0)
     if by_scale is not None:
         tl.store(by_scale + o, (by_slope * inverse).to(tl.float32).to(by_scale.dtype.element_ty))
     if by_shift is not None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["WindowMoments", "normalized_response", "window_moments"]
 
 PlainPath = Callable[..., Tensor]
-_IMAGES, _PIXELS = 16, 256  # that a program reads at a time, for the sums over images
+_IMAGES, _PIXELS = 8, 256  # that a program reads at a time, for the sums over images
 _NUMBERS = 4096  # of a matrix, likewise
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from misconv._triton.launch import Launch, dense, power
 from misconv._triton.mfa import condition_kernel, distance_kernel, gradient_kernel, gram_kernel, mixture_kernel
 
-__all__ = ["condition", "log_prob"]
+__all__ = ["condition", "log_prob", "log_probs"]
 
 _PROGRAMS = 1056  # eight for each multiprocessor of the largest GPUs: these are busy, and solving anew is still cheap
 _NUMBERS = 4096  # how many loadings a program holds at a time
@@ -45,7 +45,7 @@ class _Plan:
         masks = (1 if mask is None else mask[1] * height * width for mask in (where, observed))
         self.sizes = (self.components, self.size, *masks)
         self.type = tl.float64 if dtype == torch.float64 else tl.float32
-        self.sums = (self.batch, self.components, self.chunks, self.P**2 + self.P + 2)
+        self.sums = (self.batch, self.components, self.chunks, self.P**2 + self.P + 4)
         self.summary = summary_shape(shape)
         self._gradients: dict[tuple[Any, ...], Launch] = {}
 
@@ -55,16 +55,18 @@ class _Plan:
         return Launch(gram_kernel, self.device, grid, (*self._common, self.block))
 
     @cached_property
-    def distance(self) -> Launch:
+    def distance(self) -> dict[bool, Launch]:
+        """Without pixels by themselves, and with them."""
         grid = (self.batch * self.components, self.chunks, 1)
-        return Launch(distance_kernel, self.device, grid, (*self._common, power(self.chunks), self.block))
+        arguments = (*self._common, power(self.chunks), self.block, power(self.components))
+        return {kind: Launch(distance_kernel, self.device, grid, (*arguments, kind)) for kind in (False, True)}
 
     @cached_property
-    def mixture(self) -> dict[bool, Launch]:
-        """For the log density, and for the logits afterwards."""
+    def mixture(self) -> dict[str, Launch]:
+        """For the log density, for that of pixels by themselves too, and for the logits afterwards."""
         more = (self.type, power(self.components), self.P, power(self.chunks))
-        arguments = (self.components, self.chunks, *more)
-        return {kind: Launch(mixture_kernel, self.device, (self.batch, 1, 1), arguments) for kind in (False, True)}
+        arguments, kinds = (self.components, self.chunks, *more), ("joint", "both", "conditional")
+        return {kind: Launch(mixture_kernel, self.device, (self.batch, 1, 1), arguments) for kind in kinds}
 
     @cached_property
     def condition(self) -> Launch:
@@ -72,14 +74,15 @@ class _Plan:
         grid = (self.batch * self.components, -(-self.size // block), 1)
         return Launch(condition_kernel, self.device, grid, (*self.sizes, self.type, self.rank, self.P, block))
 
-    def gradient(self, stride: int, needed: tuple[bool, ...]) -> Launch:
-        """For an upstream gradient with this stride, of what is needed."""
-        found = self._gradients.get((stride, needed))
+    def gradient(self, strides: tuple[int | None, ...], needed: tuple[bool, ...]) -> Launch:
+        """For upstream gradients with these strides, of what is needed; None where there is no such gradient."""
+        found = self._gradients.get((strides, needed))
         if found is None:
             block = self._small_block
-            arguments = (stride, *self.sizes, self.floor, self.type, self.rank, self.P, block)
+            steps = [stride or 0 for stride in strides]
+            arguments = (*steps, *self.sizes, self.floor, self.type, self.rank, self.P, block, power(self.components))
             found = Launch(gradient_kernel, self.device, (self.batch, -(-self.size // block), 1), arguments)
-            self._gradients[stride, needed] = found
+            self._gradients[strides, needed] = found
         return found
 
     @property
@@ -106,26 +109,40 @@ def summary_shape(factors: _Shape) -> _Shape:
     return (*factors[:2], 4 + P + 2 * P * P)
 
 
-def _score(tensors: Sequence[Any], floor: float, conditional: bool = False) -> tuple[Tensor, Tensor]:
-    """The log densities (B,) or, if conditional, the logits afterwards (B, K); and the summary of the components."""
+def _score(tensors: Sequence[Any], floor: float, kind: str) -> tuple[list[Tensor], Tensor]:
+    """The log densities (B,), one or two, or the logits afterwards (B, K); and the summary of the components.
+
+    Args:
+        kind: "joint"; "both", with that of pixels by themselves; "conditional", for the logits.
+    """
     logits, *pixels = tensors
-    plan = _plan_of(tensors, floor)
+    plan, both = _plan_of(tensors, floor), kind == "both"
     sums = torch.empty(plan.sums, dtype=torch.float64, device=plan.device)
     summary = torch.empty(plan.summary, dtype=torch.float64, device=plan.device)
-    out = torch.empty(logits.shape if conditional else logits.shape[:1], dtype=logits.dtype, device=plan.device)
+    shape = logits.shape if kind == "conditional" else logits.shape[:1]
+    made = [torch.empty(shape, dtype=logits.dtype, device=plan.device) for _ in range(2 if both else 1)]
     plan.gram(*pixels, sums)
-    plan.distance(*pixels, sums, summary)
-    plan.mixture[conditional](logits, sums, summary, *((None, out) if conditional else (out, None)))
-    return out, summary
+    plan.distance[both](logits, *pixels, sums, summary)
+    places = (None, None, *made) if kind == "conditional" else (*made, None, None)
+    plan.mixture[kind](logits, sums, summary, *places[:3])
+    return made, summary
 
 
 def _gradients(
-    upstream: Tensor, tensors: Sequence[Any], summary: Tensor, floor: float, needed: tuple[bool, ...]
+    upstream: Sequence[Tensor | None],
+    tensors: Sequence[Any],
+    summary: Tensor,
+    floor: float,
+    needed: tuple[bool, ...],
 ) -> list[Tensor | None]:
-    """Gradients of logits, means, factors, noise and x; None where none is needed."""
+    """Gradients of logits, means, factors, noise and x; None where none is needed.
+
+    Args:
+        upstream: of the log density, and of that of pixels by themselves.
+    """
     made = [torch.empty_like(t) if need else None for t, need in zip(tensors, needed, strict=False)]
-    launch = _plan_of(tensors, floor).gradient(upstream.stride(0), needed)
-    launch(upstream, *tensors[1:], summary, *made)
+    strides = tuple([None if t is None else t.stride(0) for t in upstream])
+    _plan_of(tensors, floor).gradient(strides, needed)(*upstream, *tensors, summary, *made)
     return made
 
 
@@ -133,39 +150,47 @@ def _gradients(
 
 
 class _LogProb(torch.autograd.Function):
-    """The fused log density; second derivatives go through the plain formulas."""
+    """One or both of the fused log densities; second derivatives go through the plain formulas, one for each."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Any:
         *tensors, ctx.floor, ctx.plain = arguments
-        out, summary = _score(tensors, ctx.floor)
+        ctx.set_materialize_grads(False)
+        both = len(ctx.plain) > 1
+        made, summary = _score(tensors, ctx.floor, "both" if both else "joint")
         ctx.save_for_backward(*tensors, summary)
-        return out
+        return tuple(made) if both else made[0]
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, summary = ctx.saved_tensors
         needed = ctx.needs_input_grad[:5]
         if not torch.is_grad_enabled():
-            made = _gradients(upstream[0], tensors, summary, ctx.floor, needed)
+            made = _gradients((*upstream, None)[:2], tensors, summary, ctx.floor, needed)
             return (*made, None, None, None, None)
         wanted = [t for t, need in zip(tensors, needed, strict=False) if need]
-        found = iter(torch.autograd.grad(ctx.plain(*tensors), wanted, upstream[0], create_graph=True))
+        asked = [(plain(*tensors), g) for plain, g in zip(ctx.plain, upstream, strict=True) if g is not None]
+        values, grads = zip(*asked, strict=True)
+        found = iter(torch.autograd.grad(values, wanted, grads, create_graph=True, allow_unused=True))
         return (*(next(found) if need else None for need in needed), None, None, None, None)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    *tensors, floor = arguments
-    return _score(dense(*tensors), floor)
+    *tensors, floor, both = arguments
+    made, summary = _score(dense(*tensors), floor, "both" if both else "joint")
+    return torch.stack(made) if both else made[0], summary
 
 
-def _forward_shapes(logits: Tensor, means: Tensor, factors: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return logits.new_empty(logits.shape[0]), factors.new_empty(summary_shape(factors.shape), dtype=torch.float64)
+def _forward_shapes(logits: Tensor, means: Tensor, factors: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    batch = logits.shape[0]
+    out = logits.new_empty((2, batch) if rest[-1] else (batch,))
+    return out, factors.new_empty(summary_shape(factors.shape), dtype=torch.float64)
 
 
 def _backward(upstream: Tensor, *arguments: Any) -> list[Tensor]:
     *tensors, summary, floor, needed = arguments
-    return [t for t in _gradients(upstream, dense(*tensors), summary, floor, tuple(needed)) if t is not None]
+    rows = tuple(upstream) if upstream.dim() == 2 else (upstream, None)
+    return [t for t in _gradients(rows, dense(*tensors), summary, floor, tuple(needed)) if t is not None]
 
 
 def _backward_shapes(upstream: Tensor, *arguments: Any) -> list[Tensor]:
@@ -173,20 +198,23 @@ def _backward_shapes(upstream: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.floor = inputs
+    *tensors, ctx.floor, _ = inputs
     ctx.save_for_backward(*tensors, output[1])
 
 
 def _differentiate(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     needed = ctx.needs_input_grad[:5]
     found = iter(_operator_gradients(upstream, *ctx.saved_tensors, ctx.floor, needed))
-    return (*(next(found) if need else None for need in needed), None, None, None)
+    return (*(next(found) if need else None for need in needed), None, None, None, None)
 
 
 # What torch.compile writes into its graphs instead of the launches.
 _TENSORS = "Tensor logits, Tensor means, Tensor factors, Tensor noise, Tensor x, Tensor? where, Tensor? observed"
 _operator: Any = torch.library.custom_op(
-    "misconv::mfa_log_prob", _forward, mutates_args=(), schema=f"({_TENSORS}, float floor) -> (Tensor, Tensor)"
+    "misconv::mfa_log_prob",
+    _forward,
+    mutates_args=(),
+    schema=f"({_TENSORS}, float floor, bool both) -> (Tensor, Tensor)",
 )
 _operator_gradients: Any = torch.library.custom_op(
     "misconv::mfa_log_prob_gradients",
@@ -207,18 +235,37 @@ def log_prob(*tensors: Tensor | None, floor: float, plain: Callable[..., Tensor]
         floor: the least noise, as a share of the factors' variance; a power of two.
         plain: computes the same from the same tensors, for second derivatives.
     """
+    return cast(Tensor, _log_prob(tensors, floor, (plain,)))
+
+
+def log_probs(
+    *tensors: Tensor | None, floor: float, plain: tuple[Callable[..., Tensor], Callable[..., Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """The log density (B,) of the pixels in `where`, and the sum (B,) of those of each by itself, in one pass.
+
+    Arguments are those of `log_prob`; `plain` computes the one and the other.
+    """
+    joint, marginal = _log_prob(tensors, floor, plain)
+    return joint, marginal
+
+
+def _log_prob(tensors: Sequence[Tensor | None], floor: float, plain: tuple[Callable[..., Tensor], ...]) -> Any:
+    """One log density, or two."""
+    both = len(plain) > 1
     if torch.compiler.is_compiling():
-        return cast(Tensor, _operator(*tensors, floor)[0])
+        out = _operator(*tensors, floor, both)[0]
+        return tuple(out) if both else out
     inputs = dense(*tensors)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        return cast(Tensor, _LogProb.apply(*inputs, floor, plain))
-    return _score(inputs, floor)[0]
+        return _LogProb.apply(*inputs, floor, plain)
+    made, _ = _score(inputs, floor, "both" if both else "joint")
+    return made if both else made[0]
 
 
 def condition(*tensors: Tensor | None, floor: float) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, means and factors given the pixels in `where`, without gradients; arguments as for `log_prob`."""
     inputs = dense(*tensors)
-    logits, summary = _score(inputs, floor, conditional=True)
+    (logits,), summary = _score(inputs, floor, "conditional")
     _, means, factors, _, x, where, observed = inputs
     new_means, new_factors = torch.empty_like(means), torch.empty_like(factors)
     _plan_of(inputs, floor).condition(means, factors, x, where, observed, summary, new_means, new_factors)
