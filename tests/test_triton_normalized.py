@@ -10,8 +10,15 @@ from torch import Tensor, nn
 
 import misconv
 from misconv import MFA
-from misconv._conv import BatchNorm, Convolution, batch_norm_moments, incomplete_windows, mix_expectations
-from misconv._conv.dispatch import moments, plain_normalized
+from misconv._conv import (
+    BatchNorm,
+    Convolution,
+    batch_norm_moments,
+    fixed_batch_norm,
+    incomplete_windows,
+    mix_expectations,
+)
+from misconv._conv.dispatch import moments, plain_normalized, respond
 
 pytest.importorskip("triton")
 
@@ -203,6 +210,62 @@ def test_where_it_does_not_serve(reason: str, monkeypatch: pytest.MonkeyPatch) -
     assert _triton.normalized_response(problem.p, problem.conv, norm, "relu", plain) is None
     assert int(problem.norm.num_batches_tracked) == 0  # type: ignore[arg-type]
     assert not problem.norm.running_mean.any()  # type: ignore[union-attr, operator]
+
+
+# In evaluation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        *CASES,
+        ({"channels": 4, "out": 6, "groups": 2}, {"groups": 2}),
+        ({"channels": 30, "kernel": 6, "image": (8, 9)}, {}),
+    ],
+)
+@pytest.mark.parametrize("half", [False, True])
+def test_a_fixed_normalization(
+    shape: dict[str, Any], options: dict[str, Any], half: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    start, observed = layer(**shape)
+    found = []
+    for dtype in (torch.bfloat16 if half else torch.float32, torch.float64):
+        problem = Problem([None if t is None else t.bfloat16() for t in start], observed, dtype, **options)
+        conv, norm = problem.conv, problem.norm
+        out = conv.weight.shape[0]
+        mean, variance = (torch.linspace(low, 2, out).bfloat16().to(dtype) for low in (-1, 0.5))
+        with torch.no_grad():
+            norm.weight.copy_(torch.linspace(0.5, 2, out).bfloat16())
+            norm.bias.copy_(torch.linspace(-1, 2, out).bfloat16())
+            affine = fixed_batch_norm(mean, variance, norm.weight, norm.bias, 1e-3)
+            if dtype == torch.float64:
+                with misconv.plain():
+                    found.append(respond(problem.p, conv, affine, "relu"))
+                continue
+            assert affine.statistics is not None
+            for last in (False, True) if half else (False,):
+                weight = conv.weight.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+                y = _triton.fixed_response(problem.p, conv.replace(weight, conv.bias), affine.statistics, "relu")
+                assert y is not None
+                found.append(y)
+    *ours, theirs = found
+    for y in ours:
+        assert error(y, theirs) < (1e-2 if half else BOUND)
+
+
+def test_a_fixed_normalization_whose_parameters_learn_is_left_to_torch() -> None:
+    start, observed = layer()
+    problem = Problem(start, observed, torch.float32)
+    norm = problem.norm
+    affine = fixed_batch_norm(norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps)  # type: ignore[arg-type]
+    assert affine.statistics is not None
+    assert _triton.fixed_response(problem.p, problem.conv, affine.statistics, "relu") is None
+    for t in (problem.conv.weight, problem.conv.bias, norm.weight):
+        t.requires_grad_(False)  # type: ignore[union-attr]
+    assert _triton.fixed_response(problem.p, problem.conv, affine.statistics, "relu") is None
+    norm.bias.requires_grad_(False)
+    assert _triton.fixed_response(problem.p, problem.conv, affine.statistics, "relu") is not None
 
 
 # Folding alone -----------------------------------------------------------------------------------------------------

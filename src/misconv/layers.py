@@ -19,6 +19,7 @@ from misconv._conv import (
     Affine,
     BatchNorm,
     Convolution,
+    Statistics,
     batch_norm_affine,
     batch_norm_moments,
     batch_statistics,
@@ -248,7 +249,8 @@ def _fixed(norm: Any) -> Affine:
         slope = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
         return slope, norm.bias - norm.running_mean * slope
 
-    return Affine(norm, coefficients)
+    statistics = Statistics(norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps)
+    return Affine(norm, coefficients, statistics)
 
 
 def _check_norm(norm: Any, channels: int) -> None:

@@ -3,6 +3,7 @@
 from misconv._conv.batch_norm import (
     Affine,
     BatchNorm,
+    Statistics,
     batch_norm_affine,
     batch_norm_moments,
     fixed_batch_norm,
@@ -19,6 +20,7 @@ __all__ = [
     "Affine",
     "BatchNorm",
     "Convolution",
+    "Statistics",
     "batch_norm_affine",
     "batch_norm_moments",
     "batch_statistics",

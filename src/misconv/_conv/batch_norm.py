@@ -16,6 +16,7 @@ from misconv._conv.checks import check_batch_norm
 __all__ = [
     "Affine",
     "BatchNorm",
+    "Statistics",
     "batch_norm_affine",
     "batch_norm_moments",
     "first_response",
@@ -58,11 +59,22 @@ class BatchNorm(NamedTuple):
         return {**vectors, "bias": self.bias, "momentum": momentum, "eps": self.eps}
 
 
+class Statistics(NamedTuple):
+    """What a normalization in evaluation is: vectors (O,), of which weight and bias may be None, and a number."""
+
+    mean: Tensor
+    variance: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+
 class Affine(NamedTuple):
     """A normalization whose statistics stand still: one affine map for each channel."""
 
     apply: Callable[[Tensor], Tensor]  # to responses (N, O, H', W'), with the rounding of the network itself
     coefficients: Callable[[], tuple[Tensor, Tensor]]  # slope and offset, (O,) each
+    statistics: Statistics | None = None  # None where they are not fixed numbers but those of a batch
 
 
 def fixed_batch_norm(
@@ -74,7 +86,11 @@ def fixed_batch_norm(
         slope = torch.rsqrt(running_var + eps) * (1 if weight is None else weight)
         return slope, (0 if bias is None else bias) - running_mean * slope
 
-    return Affine(lambda x: F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps), coefficients)
+    return Affine(
+        lambda x: F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps),
+        coefficients,
+        Statistics(running_mean, running_var, weight, bias, eps),
+    )
 
 
 def normalized(norm: Affine, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,9 @@
-"""A batch normalization in training folded into the filters before it, and its gradients back, as Triton kernels.
+"""A batch normalization folded into the filters before it, in training with its gradients back, as Triton kernels.
 
-With the moments of all windows (`windows`) a filter w has the mean m = wᵀx̄ (+ bias) and the variance v = wᵀSw, and its
-normalized response is that of the filter s w and the bias β − m s, with s = γ / √(v + ε). The bias of the convolution
-cancels. Each program has one filter; numbers are few, so that all of them are float64 until they are written.
+In training, with the moments of all windows (`windows`), a filter w has the mean m = wᵀx̄ (+ bias) and the variance
+v = wᵀSw, and its normalized response is that of the filter s w and the bias β − m s, with s = γ / √(v + ε). The bias of
+the convolution cancels. In evaluation m and v are given. Each program has one filter; numbers are few, so that all of
+them are float64 until they are written.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["fold_kernel", "unfold_kernel"]
+__all__ = ["fold_fixed_kernel", "fold_kernel", "unfold_kernel"]
 
 
 @triton.jit
@@ -19,6 +20,36 @@ def _taps_of(KY: tl.constexpr, KX: tl.constexpr, WIDE: tl.constexpr, first, BLOC
     t = first + tl.arange(0, BLOCK)
     line, x = t // WIDE, t % WIDE
     return line // KY, line % KY, x, x < KX
+
+
+@triton.jit
+def fold_fixed_kernel(
+    weight, bias, mean, variance, scale, shift, filters, offsets,
+    by_o, by_c, by_y, by_x, eps,
+    CHANNELS: tl.constexpr, KY: tl.constexpr, KX: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Filters (O, taps) and offsets (O,) that hold a normalization in evaluation, whose statistics are known.
+
+    `weight` has the strides by_o to by_x; bias, scale (γ) and shift (β) may be None.
+    """
+    TAPS: tl.constexpr = CHANNELS * KY * WIDE
+    o = tl.program_id(0)
+    slope = 1.0 / tl.sqrt(tl.load(variance + o).to(tl.float64) + eps)
+    if scale is not None:
+        slope = slope * tl.load(scale + o).to(tl.float64)
+    offset = -tl.load(mean + o).to(tl.float64)
+    if bias is not None:
+        offset += tl.load(bias + o).to(tl.float64)
+    offset *= slope
+    if shift is not None:
+        offset += tl.load(shift + o).to(tl.float64)
+    tl.store(offsets + o, offset.to(tl.float32))
+    for first in range(0, TAPS, BLOCK):
+        t = first + tl.arange(0, BLOCK)
+        channel, y, x, counts = _taps_of(KY, KX, WIDE, first, BLOCK)
+        places = o * by_o + channel * by_c + y * by_y + x * by_x
+        w = tl.load(weight + places, mask=counts & (t < TAPS), other=0.0).to(tl.float64)
+        tl.store(filters + o * TAPS + t, (w * slope).to(tl.float32), mask=t < TAPS)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Convolution, batch normalization in training and activation by fused kernels: planned, launched, differentiated.
+"""Convolution, batch normalization and activation by fused kernels: planned, launched, in training differentiated.
 
 Where the moments of windows say what the statistics of a batch are (`windows`), five launches make the response and two
 its gradients (four, where windows are large). A small network is bound by the host, for which every launch counts.
@@ -6,7 +6,7 @@ its gradients (four, where windows are large). A small network is bound by the h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,17 +15,17 @@ from torch import Tensor
 
 from misconv._backend import is_ordinary
 from misconv._math import Activation
-from misconv._triton.fold import fold_kernel, unfold_kernel
+from misconv._triton.fold import fold_fixed_kernel, fold_kernel, unfold_kernel
 from misconv._triton.launch import Launch, dense, power
 from misconv._triton.operator import find_plan, kernel_of
 from misconv._triton.plan import Layout, Plan, backward_parameters, is_channels_last
 from misconv._triton.windows import BLOCK_T, gather_kernel, tap_sums_kernel, window_moments_kernel
 
 if TYPE_CHECKING:
-    from misconv._conv import BatchNorm, Convolution
+    from misconv._conv import BatchNorm, Convolution, Statistics
     from misconv.mfa import MFA
 
-__all__ = ["WindowMoments", "normalized_response", "window_moments"]
+__all__ = ["WindowMoments", "fixed_response", "normalized_response", "window_moments"]
 
 PlainPath = Callable[..., Tensor]
 _IMAGES, _PIXELS = 8, 256  # that a program reads at a time, for the sums over images
@@ -174,12 +174,15 @@ def normalized_response(
 
 def _is_ready(norm: BatchNorm, plan: Plan) -> bool:
     """Whether the vectors of a normalization are what a kernel may read."""
-    vectors = [t for t in norm[:4] if t is not None]
     tracked = norm.batches_tracked
-    if not is_ordinary(*vectors) or (tracked is not None and tracked.device != plan.device):
-        return False
+    return _are_vectors(norm[:4], plan) and (tracked is None or tracked.device == plan.device)
+
+
+def _are_vectors(vectors: Sequence[Tensor | None], plan: Plan) -> bool:
+    """Whether these have a number for each channel, where and as a kernel reads it."""
+    given = [t for t in vectors if t is not None]
     shape, device = plan.weight[:1], plan.device
-    return all(t.shape == shape and t.device == device and t.is_contiguous() for t in vectors)
+    return is_ordinary(*given) and all(t.shape == shape and t.device == device and t.is_contiguous() for t in given)
 
 
 def _forward(
@@ -194,9 +197,8 @@ def _forward(
     bias: Tensor | None,
 ) -> tuple[Tensor, WindowMoments, Tensor, Tensor]:
     """The response; and for the gradients the moments of windows, the folded filters, and what else was kept."""
-    seen = means if observed is None else observed
-    logits, means, factors, noise, seen = dense(logits, means, factors, noise, seen)
-    moments = window_moments(plan, logits, means, factors, noise, None if observed is None else seen, norm[4])
+    logits, means, factors, noise, observed = dense(logits, means, factors, noise, observed)
+    moments = window_moments(plan, logits, means, factors, noise, observed, norm.batches_tracked)
     folding = _folding_of(plan)
     out, taps = folding.out, folding.windows.taps
     # One buffer, whose parts begin at multiples of 16 bytes.
@@ -210,10 +212,62 @@ def _forward(
     tracked = [t for t in norm[2:5] if t is not None]
     if tracked:
         torch.autograd.graph.increment_version(tracked)  # who has saved them for a backward pass must know
-    launch, table, strides = plan.forward_channels_last if is_channels_last(weight) else plan.forward
-    response = torch.empty_strided(plan.shape, strides, dtype=plan.settings.dtype, device=plan.device)
-    launch(logits, means, factors, noise, seen, folded, offsets, table, response)
+    last = is_channels_last(weight)
+    response = _respond(plan, logits, means, factors, noise, observed, folded, offsets, last)
     return response, moments, folded, kept
+
+
+def fixed_response(p: MFA, conv: Convolution, norm: Statistics, activation: Activation) -> Tensor | None:
+    """The expected activation (B, O, H', W') behind a batch normalization in evaluation, in two launches.
+
+    None where these kernels cannot serve: for gradients, torch's own functions fold the normalization.
+    """
+    parameters = (conv.weight, conv.bias, norm.weight, norm.bias, *p._parameters())
+    if torch.compiler.is_compiling() or (
+        torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in parameters)
+    ):
+        return None
+    plan = find_plan(p, conv, True, kernel_of(activation))
+    if plan is None or not _are_vectors(norm[:4], plan):
+        return None
+    weight, bias = conv.weight, conv.bias
+    out, taps = plan.weight[0], plan.weight[1] * plan.weight[2] * plan.kernel(plan.paired)[1]
+    start = -(-out * taps // 4) * 4  # a multiple of 16 bytes
+    folded = torch.empty(start + out, dtype=torch.float32, device=plan.device)
+    offsets = folded[start:]
+    types = tuple([None if t is None else t.dtype for t in (bias, *norm[:4])])
+    launch = _fold_fixed(plan, weight.stride(), types, norm.eps)
+    launch(weight, bias, *norm[:4], folded, offsets)
+    return _respond(plan, p.logits, p.means, p.factors, p.noise, p.observed, folded, offsets, is_channels_last(weight))
+
+
+@lru_cache(4096)
+def _fold_fixed(plan: Plan, strides: tuple[int, ...], types: tuple[Any, ...], eps: float) -> Launch:
+    """The launch for tensors of these strides and types."""
+    out, channels, *kernel = plan.weight
+    wide = plan.kernel(plan.paired)[1]
+    block = min(power(channels * kernel[0] * wide), 1024)
+    arguments = (*strides, eps, channels, *kernel, wide, block)
+    return Launch(fold_fixed_kernel, plan.device, (out, 1, 1), arguments)
+
+
+def _respond(
+    plan: Plan,
+    logits: Tensor,
+    means: Tensor,
+    factors: Tensor,
+    noise: Tensor,
+    observed: Tensor | None,
+    folded: Tensor,
+    offsets: Tensor,
+    last: bool,
+) -> Tensor:
+    """The response to filters that hold the normalization, with its channels last in memory or not."""
+    launch, table, strides = plan.forward_channels_last if last else plan.forward
+    response = torch.empty_strided(plan.shape, strides, dtype=plan.settings.dtype, device=plan.device)
+    seen = means if observed is None else observed
+    launch(*dense(logits, means, factors, noise, seen), folded, offsets, table, response)
+    return response
 
 
 class _Normalized(torch.autograd.Function):
