@@ -54,7 +54,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="instead of steps, for all densities side by side")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--patch", type=int, default=2)
-    parser.add_argument("--objective", default="joint+marginal+mean", help="of fit_density")
+    parser.add_argument("--widths", type=int, nargs="+", default=[32, 48, 64, 96, 96])
+    parser.add_argument("--depths", type=int, nargs="+", default=[1, 1, 2, 2, 2])
+    parser.add_argument("--objective", default="joint+marginal+error", help="of fit_density")
     parser.add_argument("--augment", action="store_true", help="mirror and move, for few images")
     parser.add_argument(
         "--grid", nargs="+", default=[f"{components}x{rank}" for components, rank in GRID], help="components x rank"
@@ -72,20 +74,28 @@ def main() -> None:
     device, shapes = torch.device(options.device), SPECIAL.get(options.dataset, USUAL)
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
     about = {"settings": settings, "commit": commit(), "versions": versions(device), "device": device_name(device)}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     if options.only != "fills":
-        found = [train_and_test(learned, images, test, options) for learned in options.learn]
-        record |= about | {"rows": [row for rows in found for row in rows]}
+        record |= about | {"rows": []}
+        for learned in options.learn:
+            for row in train_and_test(learned, images, test, options):
+                record["rows"].append(row)
+                write(options.out, record)  # so that a run that is cut off leaves what it has
     if options.only != "densities":
         fills = {}
         for shape in shapes:
             fills[shape] = classical(test[:200], region(shape, test, shapes, seed=2)[:200])
             print(shape, fills[shape], flush=True)
         record |= {"fills": fills} if options.only is None else {"fills": fills, "fills_made_by": about}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write(options.out, record)
 
 
-def train_and_test(learned: str, images: Tensor, test: Tensor, options: argparse.Namespace) -> list[dict[str, Any]]:
+def write(path: Path, record: dict[str, Any]) -> None:
+    """As JSON."""
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def train_and_test(learned: str, images: Tensor, test: Tensor, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """All densities of the grid, side by side, on images of which such a region is missing; figures for every shape."""
     shapes = SPECIAL.get(options.dataset, USUAL)
     observed = region(learned, images, shapes, seed=1)
@@ -97,7 +107,6 @@ def train_and_test(learned: str, images: Tensor, test: Tensor, options: argparse
     budget = Budget(minutes=options.minutes) if by_time else Budget(steps=options.steps)
     histories = train(jobs, fabric, budget=budget, progress=False)
     seconds = (time.perf_counter() - began) / len(jobs)
-    rows = []
     for (components, rank), trained, history in zip(grid, jobs, histories, strict=True):
         density = trained.module.to(options.device).eval()
         assert isinstance(density, UNetDMFA)
@@ -111,15 +120,16 @@ def train_and_test(learned: str, images: Tensor, test: Tensor, options: argparse
                 "seconds": seconds,
             }
             row["steps"] = history[-1]["step"]
-            rows.append(row | found)
-            print({k: v for k, v in rows[-1].items() if not isinstance(v, list)}, flush=True)
-    return rows
+            row |= found
+            print({k: v for k, v in row.items() if not isinstance(v, list)}, flush=True)
+            yield row
 
 
 def job(components: int, rank: int, images: Tensor, observed: Tensor, fabric: Any, options: argparse.Namespace) -> Job:
     """The training of one density, by the recipe of `misconv.fit_density`."""
     torch.manual_seed(0)
-    density = UNetDMFA(images.shape[1], components, rank, patch=options.patch)
+    sizes = {"widths": tuple(options.widths), "depths": tuple(options.depths), "patch": options.patch}
+    density = UNetDMFA(images.shape[1], components, rank, **sizes)
     made = density_job(
         density, images, observed, fabric, batch_size=options.batch_size, learning_rate=0.0,
         objective=options.objective, shape=missing.like(observed), augment=options.augment,

@@ -112,13 +112,20 @@ def section(name: str, record: Record) -> str:
     seconds = sum({(row["learned"], row["components"], row["rank"]): row["seconds"] for row in rows}.values())
     steps = f"{rows[0]['steps']:,.0f} steps" if "steps" in rows[0] else f"{settings['steps']:,} steps"
     lines.append(
-        f"\n{kept} `patch={settings['patch']}`; "
+        f"\n{kept} `patch={settings['patch']}`{size(settings)}; "
         # Records that do not say it are from before there was another one.
         f'`objective="{settings.get("objective", "joint+marginal")}"`; {steps} of {settings["batch_size"]} images'
         f"{', mirrored and moved' if settings['augment'] else ''}; training {seconds:,.0f} s in all, side by side and "
         f"with others on {record['device']}; commit `{record['commit'][:7]}`, torch {record['versions']['torch']}.\n"
     )
     return "\n".join(lines)
+
+
+def size(settings: Record) -> str:
+    """That of the network, where it is not the one by default."""
+    named = [f"`{name}={tuple(settings[name])}`" for name in ("widths", "depths") if name in settings]
+    by_default = ["`widths=(32, 48, 64, 96, 96)`", "`depths=(1, 1, 2, 2, 2)`"]
+    return "" if named == by_default else "".join(f", {text}" for text in named)
 
 
 def cost(record: Record) -> str:

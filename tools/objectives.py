@@ -38,7 +38,8 @@ ROWS: list[dict[str, Any]] = [
     {"density": "UNetDMFA", "objective": "joint+marginal", "bounds": "data", "rank": 4, "components": 1},
     {"density": "UNetDMFA", "objective": "joint+marginal", "bounds": "data", "rank": 0, "components": 1},
     {"density": "UNetDMFA", "objective": "joint+marginal", "bounds": "data", "rank": 4, "components": 3},
-    {"density": "UNetDMFA", "objective": "joint+marginal+mean", "bounds": "data", "rank": 4, "components": 3},
+    {"density": "UNetDMFA", "objective": "joint+marginal+error", "bounds": "data", "rank": 4, "components": 1},
+    {"density": "UNetDMFA", "objective": "joint+marginal+error", "bounds": "data", "rank": 4, "components": 3},
     *(
         {
             "density": "UNetDMFA",
@@ -48,7 +49,8 @@ ROWS: list[dict[str, Any]] = [
             "components": count,
             "of": "digits",
         }
-        for objective, count in (("joint+marginal", 1), ("joint+marginal", 3), ("joint+marginal+mean", 3))
+        for objective in ("joint+marginal", "joint+marginal+error")
+        for count in (1, 3)
     ),
 ]
 

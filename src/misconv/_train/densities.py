@@ -172,20 +172,12 @@ class DensityTraining:
         """What is minimised, and sums of `fit_sums` over the batch."""
         x, seen, less = (t.to(self.fabric.device) for t in self.source.take(batch))
         target = (seen & ~less).expand(x.shape)
-        sums = fit_sums(self._predict(model, x, less), x, target, self.objective, self._unit())
+        sums = fit_sums(self._predict(model, x, less), x, target, self.objective)
         total = self.fabric.all_reduce(sums[-1].detach().clone(), reduce_op="sum")  # which it writes into
         assert isinstance(total, Tensor)
         # Gradients are averaged over processes, but pixels are to be averaged over the whole batch.
         scale = self.fabric.world_size / total.clamp_min(1)
         return (sums[0] + self.squared * sums[2]) * scale, sums
-
-    def _unit(self) -> Tensor | None:
-        """The deviation of every channel (C, 1, 1), where a density network has measured it."""
-        for module in self.density.modules():  # it may be inside a user's own
-            scale = getattr(module, "scale", None)
-            if isinstance(scale, Tensor) and callable(getattr(module, "calibrate", None)):
-                return scale.detach()
-        return None
 
     def _predict(self, model: nn.Module, x: Tensor, less: Tensor) -> MFA:
         p = call_model("density", model, (x, less))
