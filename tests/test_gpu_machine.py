@@ -12,6 +12,7 @@ import torch
 import torchvision
 
 import misconv
+from misconv._train import one_device
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
@@ -53,6 +54,62 @@ def test_fit_convert_predict_save_and_load(kind: str, device: str, tmp_path: Pat
     loaded = misconv.load(path).to(device).eval()
     with torch.no_grad():
         torch.testing.assert_close(loaded(x[:4], observed[:4]).mean, density.eval()(x[:4], observed[:4]).mean)
+
+
+@pytest.mark.parametrize("layer", ["zeros", "reflect", "circular", "gelu", "norm"])
+def test_another_default_device_changes_nothing(layer: str) -> None:
+    """A tensor that is made somewhere inside must be where the caller's are: on `meta` it would have no values at all."""
+    torch.set_default_dtype(torch.float32)
+    cpu = torch.device("cpu")
+    with cpu:
+        x, observed = torch.rand(8, 3, 16, 16), misconv.missing.square(8, 16, 16)
+        density = misconv.UNetDMFA(3, components=2, rank=2, widths=(8, 8), depths=(1, 1))
+        mode = layer if layer in ("zeros", "reflect", "circular") else "zeros"
+        conv = misconv.MisConv2d(
+            3, 8, 3, padding=1, padding_mode=mode, activation="gelu" if layer == "gelu" else "relu",
+            norm=torch.nn.BatchNorm2d(8) if layer == "norm" else None,
+        )  # fmt: skip
+
+    def responses() -> list[torch.Tensor]:
+        p = density(x, observed)
+        y = conv(p)
+        grads = torch.autograd.grad(y.sum(), [*conv.parameters(), *density.parameters()], allow_unused=True)
+        with torch.no_grad():
+            return [y, conv(p), p.log_prob(x, ~observed), *(g for g in grads if g is not None)]
+
+    with cpu:
+        expected = responses()
+    with torch.device("meta"):
+        found = responses()
+        assert density(x, observed).sample(2).device == cpu
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_training_under_another_default_device() -> None:
+    torch.set_default_dtype(torch.float32)
+    with torch.device("cpu"):
+        x, observed = torch.rand(24, 1, 12, 12), misconv.missing.square(24, 12, 12)
+        density = misconv.UNetDMFA(1, rank=1, widths=(4, 4), depths=(1, 1))
+        network = torch.nn.Sequential(
+            torch.nn.Conv2d(1, 4, 3),
+            torch.nn.ReLU(),
+            torch.nn.AdaptiveAvgPool2d(1),
+            torch.nn.Flatten(),
+            torch.nn.Linear(4, 2),
+        )
+        labels = torch.arange(24) % 2
+    fabric = one_device("cpu")
+    with torch.device("meta"):
+        misconv.fit_density(density, x, observed, steps=2, progress=False, fabric=fabric)
+        net = misconv.convert(network, density)
+        misconv.training.fit_classifier(net, (x, observed), labels, epochs=1, progress=False, fabric=fabric)
+        assert (
+            misconv.predictive(net.eval(), x.where(observed, torch.nan), samples=2).probabilities.device.type == "cpu"
+        )
+        assert misconv.assess(density, x, observed).verdict()
+        for fill in (misconv.impute.nearest, misconv.impute.push_pull):
+            assert fill(x, observed).device.type == "cpu"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

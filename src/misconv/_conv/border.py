@@ -52,8 +52,8 @@ def border_noise(noise: Tensor, conv: Convolution) -> Border | None:
     if len(down.windows) > 0 and len(across.windows) > 0:
         rows = replaced(rows, across.windows, _corners(images, filters, down, across))
     columns = _strips(_padded(images, (0, 0, top, bottom), mode).mT, filters.mT, across, strides[0], dilations[0])
-    rest = torch.tensor([row for row in range(size[0]) if row not in found[0][0]], dtype=torch.long)
-    rest = rest.to(noise.device)
+    others = [row for row in range(size[0]) if row not in found[0][0]]
+    rest = torch.tensor(others, dtype=torch.long, device=noise.device)
     windows = torch.cat([place[down.windows].flatten(), place[rest][:, across.windows].T.flatten()])
     variance = torch.cat([rows.flatten(2), columns[..., rest].flatten(2)], -1)  # (N, O, windows)
     return Border(windows, variance.view(*noise.shape[:-3], conv.weight.shape[0], -1))

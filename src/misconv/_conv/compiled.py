@@ -186,8 +186,8 @@ class _Windows:
         for name, pair in zip(_PAIRS, pairs, strict=True):
             setattr(self.problem, name, _Pair(*pair))
         self.problem.planes, self.problem.all = self.observed.shape[1], every
-        self.number = torch.zeros(batch, *padded, dtype=torch.int32)
-        self.touching = torch.zeros(batch, *padded, dtype=torch.bool)
+        self.number = torch.zeros(batch, *padded, dtype=torch.int32, device=missing.device)
+        self.touching = torch.zeros(batch, *padded, dtype=torch.bool, device=missing.device)
         pixels = missing.numel() if every else int(missing.count_nonzero())
         self.table = p.factors.new_empty(1 + pixels, channels, components * (rank + 2) - 1)
 
