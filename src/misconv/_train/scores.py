@@ -27,8 +27,8 @@ __all__ = [
 # that are far off (docs/maths.md). The first is the default.
 OBJECTIVES = ("joint+marginal+error", "joint+marginal", "joint", "marginal")
 
-# What the squared error counts for beside the likelihoods. On MNIST, SVHN and CIFAR-10 2 left a larger error, and 8
-# cost likelihood.
+# What the squared error counts for beside the likelihoods. With less the mean learns more slowly, with more the
+# likelihoods do.
 _ERROR_WEIGHT = 4.0
 _MOST_OFF = 0.1  # how far coverages may be off before a user is told
 
