@@ -257,9 +257,12 @@ def check_observed(name: str, observed: Tensor, like: Tensor, *, check: bool | N
     if not isinstance(observed, Tensor):
         raise TypeError(f"{name} must be a bool tensor, True where the pixel was seen, got {describe(observed)}")
     check_dense(name, observed)
-    *batch, channels, height, width = like.shape
-    allowed = ((*batch, 1, height, width), (*batch, channels, height, width))
-    if tuple(observed.shape) not in allowed:
+    # One by one: for torch 2.11's compiler no tuple of sizes is among others.
+    sizes = observed.shape
+    fits = len(sizes) == like.dim() and sizes[:-3] == like.shape[:-3] and sizes[-2:] == like.shape[-2:]
+    if not fits or (sizes[-3] != 1 and sizes[-3] != like.shape[-3]):
+        *batch, channels, height, width = like.shape
+        allowed = ((*batch, 1, height, width), (*batch, channels, height, width))
         shapes = " or ".join(str(shape) for shape in dict.fromkeys(allowed))
         raise ValueError(f"{name} must have shape {shapes} to fit the images, got {describe(observed)}")
     if observed.device != like.device:
