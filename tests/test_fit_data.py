@@ -621,6 +621,7 @@ def test_when_a_density_is_doubted(rmse: float, half: float, most: float, warned
     assert (found is not None) == warned
     if found is not None:
         assert f"has an RMSE of {rmse}, nearest-pixel fill one of 0.2, and {half:.0%} and {most:.0%} of" in found
+        assert ("more components" in found) == (half > 0.6)
 
 
 def test_a_density_that_is_not_good_says_so_once() -> None:

@@ -125,10 +125,14 @@ def doubts(record: EpochRecord) -> str | None:
     rmse, nearest, half, most = (
         record[f"validation_{name}"] for name in ("rmse", "nearest_rmse", "coverage_50", "coverage_90")
     )
-    if rmse <= nearest and max(abs(half - 0.5), abs(most - 0.9)) <= _MOST_OFF:
+    off = half - 0.5, most - 0.9
+    if rmse <= nearest and max(map(abs, off)) <= _MOST_OFF:
         return None
+    advice = "more steps, more images or another network may help"
+    if rmse <= nearest and off[0] > _MOST_OFF >= abs(off[1]):
+        advice = "most of its errors are small and some are large, which more components fit better"
     return (
         f"the density is not reliable yet: on validation images its mean has an RMSE of {rmse:.3g}, nearest-pixel fill "
         f"one of {nearest:.3g}, and {half:.0%} and {most:.0%} of hidden pixels lie inside its 50% and 90% intervals; "
-        "more steps, more images or another network may help"
+        f"{advice}"
     )

@@ -84,7 +84,7 @@ class RecipeSettings:
 
 # As `misconv.fit_density` trains it; regions are hidden like those that are missing.
 DENSITY = DensitySettings(
-    "UNetDMFA", rank=4, widths=(32, 48, 64, 96, 96), depths=(1, 1, 2, 2, 2), epochs=20, batch_size=128,
+    "UNetDMFA", rank=4, widths=(48, 64, 96, 128, 128), depths=(2, 2, 2, 2, 2), patch=1, epochs=20, batch_size=128,
     learning_rates=(2e-3,), objective="joint+marginal+error", clip=1.0, shapes="like",
 )  # fmt: skip
 RECIPES: dict[str, RecipeSettings] = {
