@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--patch", type=int, default=2)
     parser.add_argument("--widths", type=int, nargs="+", default=[32, 48, 64, 96, 96])
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 1, 2, 2, 2])
-    parser.add_argument("--objective", default="joint+marginal+error", help="of fit_density")
+    parser.add_argument("--objective", default="joint+marginal+moments", help="of fit_density")
     parser.add_argument("--augment", action="store_true", help="mirror and move, for few images")
     parser.add_argument(
         "--grid", nargs="+", default=[f"{components}x{rank}" for components, rank in GRID], help="components x rank"

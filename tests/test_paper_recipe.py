@@ -260,7 +260,7 @@ def test_the_papers_density_is_trained_by_both_objectives(tmp_path: Path) -> Non
     assert found == {
         (m, o): objective
         for m in ("mfa", "misconv_dmfa")
-        for o, objective in (("paper", "joint"), ("ours", "joint+marginal+error"))
+        for o, objective in (("paper", "joint"), ("ours", "joint+marginal+moments"))
     }
     table = evidence.make_letter("F", records)
     assert [row[1] for row in table.rows] == ["the paper's", "ours"]

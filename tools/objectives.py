@@ -38,8 +38,8 @@ ROWS: list[dict[str, Any]] = [
     {"density": "UNetDMFA", "objective": "joint+marginal", "bounds": "data", "rank": 4, "components": 1},
     {"density": "UNetDMFA", "objective": "joint+marginal", "bounds": "data", "rank": 0, "components": 1},
     {"density": "UNetDMFA", "objective": "joint+marginal", "bounds": "data", "rank": 4, "components": 3},
-    {"density": "UNetDMFA", "objective": "joint+marginal+error", "bounds": "data", "rank": 4, "components": 1},
-    {"density": "UNetDMFA", "objective": "joint+marginal+error", "bounds": "data", "rank": 4, "components": 3},
+    {"density": "UNetDMFA", "objective": "joint+marginal+moments", "bounds": "data", "rank": 4, "components": 1},
+    {"density": "UNetDMFA", "objective": "joint+marginal+moments", "bounds": "data", "rank": 4, "components": 3},
     *(
         {
             "density": "UNetDMFA",
@@ -49,7 +49,7 @@ ROWS: list[dict[str, Any]] = [
             "components": count,
             "of": "digits",
         }
-        for objective in ("joint+marginal", "joint+marginal+error")
+        for objective in ("joint+marginal", "joint+marginal+moments")
         for count in (1, 3)
     ),
 ]

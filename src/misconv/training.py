@@ -81,7 +81,7 @@ def fit_density(
     batch_size: int = 64,
     workers: int = 0,
     learning_rate: Rate | None = None,
-    objective: str = "joint+marginal+error",
+    objective: str = "joint+marginal+moments",
     mse_epochs: int = 0,
     shape: Callable[..., Tensor] | None = None,
     fraction: float = 1 / 4,
@@ -122,9 +122,9 @@ def fit_density(
         workers: processes that read a Dataset.
         learning_rate: of Adam, a number or a function of the epoch, which counts from 0. By default it grows to 0.002
             at first and then falls to 0 along a cosine, over the whole training.
-        objective: "joint+marginal+error", the likelihood of all hidden pixels of an image together and of each by
-            itself, and the squared error of the mean in units of what is claimed for the image; "joint+marginal";
-            "joint", as in the paper, which makes a density too uncertain; or "marginal". Why, says docs/maths.md.
+        objective: "joint+marginal+moments", the likelihood of all hidden pixels of an image together and of each by
+            itself, and scores of their mean and variance alone; "joint+marginal"; "joint", as in the paper, which makes
+            a density too uncertain; or "marginal". Why, says docs/maths.md.
         mse_epochs: in this many first epochs the squared error of the mean is added.
         shape, fraction: the region that is hidden; see `misconv.missing.hide`. By default it is one like those that
             are missing in the images, `misconv.missing.like`.

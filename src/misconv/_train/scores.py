@@ -23,9 +23,10 @@ __all__ = [
 ]
 
 # What a density learns from: the likelihood of all that was hidden of an image, the paper's; that of each pixel by
-# itself, without which factors are far too long; the squared error of the mean, for likelihoods care least about pixels
-# that are far off (docs/maths.md). The first is the default.
-OBJECTIVES = ("joint+marginal+error", "joint+marginal", "joint", "marginal")
+# itself, without which factors are far too long; mean and variance, which likelihoods of a mixture leave to chance, and
+# the squared error of the mean, for likelihoods care least about pixels that are far off (docs/maths.md). The first is
+# the default.
+OBJECTIVES = ("joint+marginal+moments", "joint+marginal", "joint", "marginal")
 
 # What the squared error counts for beside the likelihoods. With less the mean learns more slowly, with more the
 # likelihoods do.
@@ -36,24 +37,28 @@ _MOST_OFF = 0.1  # how far coverages may be off before a user is told
 def fit_sums(p: MFA, x: Tensor, target: Tensor, objective: str) -> Tensor:
     """Sums over some images of what is minimised, −log p and squared error of `target`; and how many pixels it has."""
     errors = (p.mean - x).where(target, 0)
-    error = errors.square().sum()
     # In float64: a sum over many pixels.
     if "marginal" in objective:
         nll, marginal = (-score.sum(dtype=torch.float64) for score in p.log_probs(x, target))
         total = nll + marginal if "joint" in objective else marginal
     else:
         total = nll = -p.log_prob(x, target).sum(dtype=torch.float64)
-    if "error" in objective:
-        total = total + _ERROR_WEIGHT * (errors / _claimed(p, target)).square().sum(dtype=torch.float64)
-    return torch.stack([total, nll, error.double(), target.sum().double()])
+    if "moments" in objective:
+        total = total + _moments_sum(p, errors, target)
+    return torch.stack([total, nll, errors.square().sum().double(), target.sum().double()])
 
 
-@torch.no_grad()
-def _claimed(p: MFA, target: Tensor) -> Tensor:
-    """The deviation that is claimed for the pixels of `target`, one for each channel of an image, (B, C, 1, 1)."""
-    count = target.sum((2, 3), keepdim=True)
-    variance = p.variance.where(target, 0).sum((2, 3), keepdim=True) / count.clamp_min(1)
-    return variance.where(count > 0, 1).sqrt()
+def _moments_sum(p: MFA, errors: Tensor, target: Tensor) -> Tensor:
+    """What the mean and the variance of pixels are scored by, whatever the mixture that has them."""
+    variance = p.variance
+    claimed = variance.detach().where(target, 0).sum((2, 3), keepdim=True)
+    count = target.sum((2, 3), keepdim=True)  # one for each channel of an image, (B, C, 1, 1)
+    unit = (claimed / count.clamp_min(1)).where(count > 0, 1).sqrt()
+    total = _ERROR_WEIGHT * (errors / unit).square().sum(dtype=torch.float64)
+    if p.means.shape[1] > 1:  # of one component it is the marginal likelihood
+        deviation = variance.where(target, 1).sqrt()
+        total = total + (deviation.log() + (errors / deviation).square() / 2).sum(dtype=torch.float64)
+    return total
 
 
 def validation_sums(p: MFA, x: Tensor, target: Tensor, objective: str) -> Tensor:

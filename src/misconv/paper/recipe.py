@@ -85,7 +85,7 @@ class RecipeSettings:
 # As `misconv.fit_density` trains it; regions are hidden like those that are missing.
 DENSITY = DensitySettings(
     "UNetDMFA", rank=4, widths=(48, 64, 96, 128, 128), depths=(2, 2, 2, 2, 2), patch=1, epochs=20, batch_size=128,
-    learning_rates=(2e-3,), objective="joint+marginal+error", clip=1.0, shapes="like",
+    learning_rates=(2e-3,), objective="joint+marginal+moments", clip=1.0, shapes="like",
 )  # fmt: skip
 RECIPES: dict[str, RecipeSettings] = {
     "mnist": RecipeSettings(epochs=15, shift=2, density=DENSITY),
