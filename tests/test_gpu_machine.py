@@ -86,6 +86,9 @@ def test_another_default_device_changes_nothing(layer: str) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="this Adam counts steps on the default device"
+)
 def test_training_under_another_default_device() -> None:
     torch.set_default_dtype(torch.float32)
     with torch.device("cpu"):

@@ -35,7 +35,7 @@ _ARGUMENTS: dict[str, dict[str, type]] = {
 }  # fmt: skip
 _EXTRAS = {"torchvision": "vision", "timm": "timm"}
 # Notes of a network about itself that change nothing it computes.
-_NOTES = ("num_classes", "pretrained_cfg", "default_cfg")
+_NOTES = ("num_classes", "pretrained_cfg", "default_cfg", "_model_args")
 # Some constructors make a classifier and throw it away: this number of parameters may be foreign.
 _MOST_FOREIGN = 8
 
