@@ -34,11 +34,12 @@ from tests.app_server import QUICK, Server, shared_cache, started
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory: pytest.TempPathFactory) -> Models:
     torch.set_default_dtype(torch.float32)
-    return models.prepare_models(shared_cache(tmp_path_factory) / "misconv" / "app", lambda text: None, QUICK)
+    with torch.device("cpu"):
+        return models.prepare_models(shared_cache(tmp_path_factory) / "misconv" / "app", lambda text: None, QUICK)
 
 
 @pytest.fixture(autouse=True)
-def _single_precision() -> None:
+def _as_the_page_runs(without_default_device: None) -> None:
     torch.set_default_dtype(torch.float32)
 
 

@@ -113,7 +113,7 @@ FIGURES = {
     "masks.png": "Images with missing regions of the three shapes: square, trapezoid, noise.",
     "imputations.png": "What the densities say about missing pixels, and how sure they are.",
     "first-layer.png": "Responses of the first layer, with MFA imputation and with MisConv.",
-    "generation.png": "Reconstructions of incomplete test images by autoencoders, and samples of their decoders.",
+    "generation.png": "Reconstructions of incomplete images by autoencoders and by flow matching, and samples of both.",
 }
 
 
