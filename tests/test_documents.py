@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import runpy
@@ -45,6 +46,8 @@ def named(path: Path) -> str:
 def test_the_python_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a page are one script, in a folder of its own; whatever learns, learns hardly at all."""
     matplotlib.use("Agg")
+    logger = logging.getLogger("pytorch_lightning")
+    level = logger.level
     torch.set_default_dtype(torch.float32)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")  # of torchrun
@@ -52,6 +55,7 @@ def test_the_python_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pyte
     with torch.device("cpu"):
         runpy.run_path("script.py", run_name="page")  # processes that a page starts would run a `__main__` once more
     matplotlib.pyplot.close("all")
+    logger.setLevel(level)  # which a page changes, for all tests after it
 
 
 def test_the_examples_of_the_readme_run(tmp_path: Path) -> None:
