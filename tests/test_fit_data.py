@@ -579,6 +579,16 @@ def test_the_error_of_the_mean_moves_nothing_but_the_mean() -> None:
     assert_close((with_error - to_means).squeeze(1), 8 * (means.detach().squeeze(1) - x) * target / claimed)
 
 
+@pytest.mark.parametrize("components", [1, 2])
+def test_a_density_that_claims_no_variance_has_a_score_and_gradients(components: int) -> None:
+    x, target = torch.ones(2, 1, 4, 4), torch.ones(2, 1, 4, 4, dtype=torch.bool)
+    means = x.unsqueeze(1).repeat(1, components, 1, 1, 1).requires_grad_()
+    p = MFA(torch.zeros(2, components), means, torch.zeros(2, components, 1, 1, 4, 4), torch.zeros_like(means))
+    score = scores.fit_sums(p, x, target, "joint+marginal+moments")[0]
+    assert score.isfinite()
+    assert torch.autograd.grad(score, means)[0].isfinite().all()
+
+
 def test_the_error_of_the_mean_has_no_units() -> None:
     """So images in other units are learned alike, also by a density inside a user's own module."""
 

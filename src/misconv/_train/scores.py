@@ -44,13 +44,16 @@ def fit_sums(p: MFA, x: Tensor, target: Tensor, objective: str) -> Tensor:
     else:
         total = nll = -p.log_prob(x, target).sum(dtype=torch.float64)
     if "moments" in objective:
-        total = total + _moments_sum(p, errors, target)
+        total = total + _moments_sum(p, x, errors, target)
     return torch.stack([total, nll, errors.square().sum().double(), target.sum().double()])
 
 
-def _moments_sum(p: MFA, errors: Tensor, target: Tensor) -> Tensor:
+def _moments_sum(p: MFA, x: Tensor, errors: Tensor, target: Tensor) -> Tensor:
     """What the mean and the variance of pixels are scored by, whatever the mixture that has them."""
-    variance = p.variance
+    # As in a likelihood no value is surer than its own rounding: a user's density may claim no variance at all.
+    kind = torch.finfo(errors.dtype)
+    least = (kind.eps * x.where(target, 0)).square().clamp_min(kind.tiny)
+    variance = torch.maximum(p.variance, least)
     claimed = variance.detach().where(target, 0).sum((2, 3), keepdim=True)
     count = target.sum((2, 3), keepdim=True)  # one for each channel of an image, (B, C, 1, 1)
     unit = (claimed / count.clamp_min(1)).where(count > 0, 1).sqrt()
