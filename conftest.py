@@ -132,6 +132,15 @@ def without_default_device(request: pytest.FixtureRequest) -> Iterator[None]:
     _set_default_device(request.config)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _tables_have_no_default_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tables of the paper are made by commands, which say where; what their tests train, they train on a CPU."""
+    if request.path.stem.startswith("test_paper_"):
+        torch.set_default_device(None)
+    yield
+    _set_default_device(request.config)
+
+
 @pytest.fixture
 def without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Float32 with all its bits: convolutions on a GPU, torch's and ours, may else round to TF32, which has eleven."""

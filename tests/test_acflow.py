@@ -222,7 +222,7 @@ def test_gradients() -> None:
 def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
     flow, x, observed = random_flow(blocks=2, margin=0.01), images(), masked("pixels")
     misconv.save(flow, tmp_path / "flow.safetensors")
-    again = misconv.load(tmp_path / "flow.safetensors")
+    again = misconv.load(tmp_path / "flow.safetensors").to(x.device)
     assert isinstance(again, ACFlow)
     assert again.config() == flow.config()
     assert torch.equal(again.log_prob(x, observed), flow.log_prob(x, observed))
@@ -244,6 +244,7 @@ def trained(epochs: int, settings: flows.FlowSettings, **options: Any) -> tuple[
     return flow, history
 
 
+@pytest.mark.usefixtures("without_default_device")
 def test_it_learns_from_digits_and_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     settings = flows.FlowSettings(epochs=4, scales=2, width=8, blocks=1, batch_size=32, learning_rate=3e-3)
     flow, history = trained(4, settings)

@@ -101,14 +101,15 @@ def test_forms_of_data_are_the_same_data() -> None:
         assert fit_density(small(), DataLoader(Items(form, 48), 32), **options) == first, name
 
 
+@pytest.mark.usefixtures("_on_a_cpu")
 def test_tensors_may_have_nan_for_what_is_missing() -> None:
     x, observed = digits()
-    pair, alone = small(), small()
-    history = fit_density(pair, x, observed, **QUICK)
-    assert fit_density(alone, x.masked_fill(~observed, math.nan), **QUICK) == history
+    pair, alone, quick = small(), small(), QUICK | {"fabric": one_device("cpu")}
+    history = fit_density(pair, x, observed, **quick)
+    assert fit_density(alone, x.masked_fill(~observed, math.nan), **quick) == history
     assert same(pair, alone)
     arrays = small()
-    assert fit_density(arrays, np.ma.masked_array(x.cpu(), ~observed.cpu()), **QUICK) == history
+    assert fit_density(arrays, np.ma.masked_array(x, ~observed), **quick) == history
     fit_density(SMFA(2, 1), x.masked_fill(~observed, math.nan), epochs=2, progress=False)
 
 

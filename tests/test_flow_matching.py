@@ -223,6 +223,7 @@ def same(first: FlowMatching, second: FlowMatching) -> bool:
     return all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
 
 
+@pytest.mark.usefixtures("without_default_device")
 def test_hidden_pixels_change_no_parameter() -> None:
     clean, _ = trained(digits())
     assert not same(clean, make_matching(SMALL, (1, 8, 8), 0))
@@ -230,6 +231,7 @@ def test_hidden_pixels_change_no_parameter() -> None:
     assert same(clean, trained(digits(noisy=True))[0])
 
 
+@pytest.mark.usefixtures("without_default_device")
 def test_it_learns_from_digits_and_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     flow, history = trained(digits(), 4)
     assert history[-1]["validation_loss"] < history[0]["validation_loss"]
@@ -250,6 +252,7 @@ def levelled(count: int, *, complete: bool) -> IncompleteImages:
     return IncompleteImages((255 * values).round().byte(), observed)
 
 
+@pytest.mark.usefixtures("without_default_device")
 @pytest.mark.parametrize("complete", [True, False])
 def test_it_learns_a_distribution_and_its_conditionals(complete: bool) -> None:
     """Of grey levels. What is allowed for is what it has not learned; the error of Monte Carlo is below 0.004."""

@@ -109,11 +109,13 @@ class Running:
         self.least = smallest_batch(job.module, fabric.world_size, job.synchronize)
         self.length = _length(job, self.least)
         rate = self._rate()
-        # A captured step reads its learning rate from the device; so does Adam count its steps there.
+        # A captured step reads its learning rate from the device, and Adam counts its steps there; a fused Adam takes
+        # a rate of float32 alone, whatever torch's default is.
         options: dict[str, Any] = {"fused": True, "capturable": True} if captured else {}
         kind = torch.optim.AdamW if job.weight_decay else torch.optim.Adam
+        held = torch.tensor(rate, dtype=torch.float32, device=fabric.device)
         optimizer = kind(
-            [{**group, "lr": torch.tensor(rate, device=fabric.device) if captured else rate} for group in _groups(job)],
+            [{**group, "lr": held.clone() if captured else rate} for group in _groups(job)],
             betas=job.betas, weight_decay=job.weight_decay, **options,
         )  # fmt: skip
         self.model, self.optimizer = fabric.setup(job.module, optimizer)
