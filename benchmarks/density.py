@@ -63,7 +63,10 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--limit", type=int, default=10_000, help="test images")
-    parser.add_argument("--only", choices=["densities", "fills"], help="a part; the other stays as it is in --out")
+    parser.add_argument(
+        "--only", choices=["densities", "fills"],
+        help="a part; the other stays as it is in --out, and so do densities that are not in the grid",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     images, test = load(options.dataset, options.data)
@@ -76,10 +79,13 @@ def main() -> None:
     about = {"settings": settings, "commit": commit(), "versions": versions(device), "device": device_name(device)}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     if options.only != "fills":
-        record |= about | {"rows": []}
+        runs = [*record.get("runs", []), about]
+        replaced = {(learned, entry) for learned in options.learn for entry in options.grid}
+        rows = [row for row in record.get("rows", []) if (row["learned"], named(row)) not in replaced]
+        record |= {"runs": runs, "rows": rows}
         for learned in options.learn:
             for row in train_and_test(learned, images, test, options):
-                record["rows"].append(row)
+                rows.append({**row, "run": len(runs) - 1})
                 write(options.out, record)  # so that a run that is cut off leaves what it has
     if options.only != "densities":
         fills = {}
@@ -88,6 +94,11 @@ def main() -> None:
             print(shape, fills[shape], flush=True)
         record |= {"fills": fills} if options.only is None else {"fills": fills, "fills_made_by": about}
     write(options.out, record)
+
+
+def named(row: dict[str, Any]) -> str:
+    """A density as an entry of the grid."""
+    return f"{row['components']}x{row['rank']}"
 
 
 def write(path: Path, record: dict[str, Any]) -> None:

@@ -97,7 +97,7 @@ def main() -> None:
     costs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(options.bench.glob("network-*.json"))]
     sections += [cost(record) for record in costs]
     (options.out / "density.md").write_text("\n".join([INTRODUCTION, *sections]), encoding="utf-8")
-    mixed = {name: record for name, record in records.items() if "mixed" in record["settings"]["learn"]}
+    mixed = {name: record for name, record in records.items() if any(r["learned"] == "mixed" for r in record["rows"])}
     draw(mixed, options.out / "pictures" / "reliability.png")
 
 
@@ -109,22 +109,32 @@ def section(name: str, record: Record) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [line(row, record["fills"]) for row in sorted(record["rows"], key=place)]
-    settings, rows = record["settings"], record["rows"]
-    beyond = max(row["out_of_bounds"] for row in rows)
+    beyond = max(row["out_of_bounds"] for row in record["rows"])
     rounding = 1e-7  # of float32, as a share of the range
     kept = f"By {beyond:.2g} of the range a mean or variance was beyond its bound (float32 rounds by 1.2e−07)."
     if beyond <= rounding:
         kept = "No mean or variance was beyond its bound" + (" by more than rounding." if beyond > 0 else ".")
+    runs = {number: [row for row in record["rows"] if row["run"] == number] for number in range(len(record["runs"]))}
+    made = [(how_made(record["runs"][number], rows), rows) for number, rows in runs.items() if rows]
+    told = [text if len(made) == 1 else f"{densities(rows)}: {text}" for text, rows in made]
+    return "\n".join([*lines, f"\n{kept} {' '.join(told)}\n"])
+
+
+def how_made(run: Record, rows: list[Row]) -> str:
+    """One call of `benchmarks/density.py`."""
+    settings = run["settings"]
     seconds = sum({(row["learned"], row["components"], row["rank"]): row["seconds"] for row in rows}.values())
-    steps = f"{rows[0]['steps']:,.0f} steps" if "steps" in rows[0] else f"{settings['steps']:,} steps"
-    lines.append(
-        f"\n{kept} `patch={settings['patch']}`{size(settings)}; "
-        # Records that do not say it are from before there was another one.
-        f'`objective="{settings.get("objective", "joint+marginal")}"`; {steps} of {settings["batch_size"]} images'
+    return (
+        f"`patch={settings['patch']}`{size(settings)}; "
+        f'`objective="{settings["objective"]}"`; {rows[0]["steps"]:,.0f} steps of {settings["batch_size"]} images'
         f"{', mirrored and moved' if settings['augment'] else ''}; training {seconds:,.0f} s in all, side by side and "
-        f"with others on {record['device']}; commit `{record['commit'][:7]}`, torch {record['versions']['torch']}.\n"
+        f"with others on {run['device']}; commit `{run['commit'][:7]}`, torch {run['versions']['torch']}."
     )
-    return "\n".join(lines)
+
+
+def densities(rows: list[Row]) -> str:
+    """Those of some rows, by their components."""
+    return "K = " + " and ".join(str(components) for components in sorted({row["components"] for row in rows}))
 
 
 def size(settings: Record) -> str:
