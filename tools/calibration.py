@@ -64,9 +64,8 @@ same figures.
   mean image; below 1 the expectation is worth something.
 - **NLL**: −log density of all hidden pixels of an image together.
 
-Lines under `objective="joint+marginal+error"` were learned before a mixture's mean and variance had a score of their
-own (`"joint+marginal+moments"`, [the default now](maths.md#density-networks)): with one component the two are the
-same, with three the lines are to be measured again.
+Below each table stands how its densities were trained. With one component the objective `"joint+marginal+error"` is
+that of today, `"joint+marginal+moments"`, by [another name](maths.md#density-networks).
 
 ![Nominal against measured coverage for every data set and shape](pictures/reliability.png)
 
@@ -74,12 +73,12 @@ same, with three the lines are to be measured again.
 grey band is ten points wide each way.*
 
 **Where it falls short.** Most pixels of a digit are exactly 0. An interval holds all of such a heap of equal values or
-nothing of it, so that no continuous distribution has the right share of them inside, and three components claim up to
-half more than the error where holes are narrow. Depth maps are smooth but for a few edges, and the density is too
-careful beside these. Most errors on photographs are small and some are large: one Gaussian has too much inside its 50 %
-interval. From the left halves of two photographs densities of 64 px learn more than the right halves bear out, and
-their 90 % intervals hold up to seven points too little. Where every hole is one or two pixels wide (noise, stripes)
-and the images are smooth, as with SVHN, the expectation is worth little more than the mean.
+nothing of it, so that no continuous distribution has the right share of them inside. Depth maps are smooth but for a
+few edges, and a pixel is either well known or hardly at all: too many lie inside every interval. Most errors on
+photographs are small and some are large: one Gaussian has up to fourteen points too much inside its 50 % interval, and
+with three components the left halves of two photographs teach a little more than the right halves bear out, with 85 to
+90 % inside the 90 % interval. Where every hole is one or two pixels wide (noise, stripes) and the images are smooth, as
+with SVHN, deviations are small beside the responses, and the expectation is worth little more than the mean.
 """
 
 
