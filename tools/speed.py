@@ -2,8 +2,8 @@
 
     python tools/speed.py [--results results/bench] [--out docs]
 
-Reads layer-cuda.json and layer-cpu.json, whichever are there, and network-cuda.json and norm-cuda.json, which are made
-with ``--only network`` and ``--only norm``; measures nothing itself.
+Reads layer-cuda.json and layer-cpu.json, whichever are there, network-cuda.json and norm-cuda.json, which are made with
+``--only network`` and ``--only norm``, and kernels-cuda.json of `benchmarks/kernels.py`; measures nothing itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from misconv.bench.checks import BOUNDS, MODES
 
 ROOT = Path(__file__).parent.parent
 RECORDS = {"cuda": "layer-cuda.json", "cpu": "layer-cpu.json"}
-MORE = {"network": "network-cuda.json", "norm": "norm-cuda.json"}
+MORE = {"network": "network-cuda.json", "norm": "norm-cuda.json", "kernels": "kernels-cuda.json"}
 
 # Colours that differ also for colour-blind eyes; the layer itself stands out, the others step back.
 LINES = {
@@ -305,6 +305,32 @@ def norms(record: Record) -> str:
     return table(["setting", "conv + BatchNorm + ReLU", "MisConv", "ratio", "ratio of peak memory"], lines)
 
 
+KERNELS = """\
+Where the time goes beyond that of the plain network: one step, all of its kernels together and those that differ most,
+as the GPU's profiler saw them. The first layer of a converted network is computed by kernels of ours, which take the
+place of a convolution, its BatchNorm and its ReLU, forward and backward; all else is the same."""
+OWN = {
+    "window_moments_kernel": "statistics of the batch: second moments of all windows",
+    "tap_sums_kernel": "statistics of the batch: sums over all images",
+    "forward_kernel": "expected activation",
+    "backward_kernel": "gradients of the filters",
+}
+
+
+def kernels(row: Row) -> str:
+    """The kernels of a step in which plain and converted network differ."""
+
+    def spent(us: float, calls: float) -> str:
+        return f"{us:,.0f} µs ({calls:g})" if calls else "–"
+
+    lines = [["**all kernels**", f"{row['plain_us']:,.0f} µs", f"{row['given_us']:,.0f} µs"]]
+    for each in row["kernels"]:
+        plain, given = (spent(each[f"{which}_us"], each[f"{which}_calls"]) for which in ("plain", "given"))
+        name = f"{OWN[each['kernel']]} (ours)" if each["kernel"] in OWN else f"`{each['kernel'][:70]}`"
+        lines.append([name, plain, given])
+    return table(["kernel", "plain (launches)", "converted, MFA given (launches)"], lines)
+
+
 METHOD = """\
 Measured by `misconv bench`. The fast path is first checked against the plain one in float64, on fresh random inputs,
 with outputs poisoned by NaN; nothing is timed if that fails. Then all contenders of a row take turns in bursts of up to
@@ -350,6 +376,12 @@ def page(records: dict[str, Record], picture: str | None, more: dict[str, Record
             "Forward and backward, with the gradients of its parameters. " + circumstances(more["norm"]),
             norms(more["norm"]),
         )
+    if "kernels" in more:
+        record = more["kernels"]
+        add("### Kernel by kernel", f"{KERNELS} {record['device']}, torch {record['versions']['torch']}; commit "
+            f"{record['commit']}.")  # fmt: skip
+        for row in record["rows"]:
+            add(f"{row['setting']}:", kernels(row))
     for device, record in records.items():
         add(f"## {'On a GPU' if device == 'cuda' else 'On a CPU'}", circumstances(record))
         if any(rows(record, section) for section in ("table10", "large", "cpu")):
