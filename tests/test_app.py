@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 
 import misconv
 from misconv import cli, impute
+from misconv._train import cpu_by_default
 from misconv.app import analysis, holes, looks, models, pictures, report
 from misconv.app.models import Models
 from tests.app_server import QUICK, Server, shared_cache, started
@@ -35,7 +36,7 @@ from tests.app_server import QUICK, Server, shared_cache, started
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory: pytest.TempPathFactory) -> Models:
     torch.set_default_dtype(torch.float32)
-    with torch.device("cpu"):
+    with cpu_by_default():
         return models.prepare_models(shared_cache(tmp_path_factory) / "misconv" / "app", lambda text: None, QUICK)
 
 

@@ -21,6 +21,7 @@ import misconv
 from misconv import cli
 from misconv._files import find_files, labels_of, read_labels
 from misconv._store import set_channels
+from misconv._train import cpu_by_default
 from misconv.convert import Converted
 from misconv.images.backbone import build_backbone
 from misconv.images.labelled import choose_size, resize_to, split_by_class
@@ -32,7 +33,7 @@ from tests.stopping import interrupted
 @pytest.fixture(autouse=True)
 def _on_the_cpu() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
-    with torch.device("cpu"):
+    with cpu_by_default():
         yield
 
 
@@ -68,7 +69,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Resul
     """A folder for each of two classes, what was learned from it, and what was said meanwhile."""
     folder = tmp_path_factory.mktemp("trained")
     images, model = stripes(folder / "images", 40, 0), folder / "model.safetensors"
-    with torch.device("cpu"):
+    with cpu_by_default():
         made = call("train", images, "-o", model, "--budget", "24steps", "--device", "cpu", "--batch-size", 8, *SMALL)
     return images, model, made
 

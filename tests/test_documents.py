@@ -21,6 +21,7 @@ from typer.main import get_command
 
 import misconv
 from misconv import cli
+from misconv._train import cpu_by_default
 from tests.pages import DOCS, PAGES, ROOT, anchors, blocks, commands, links, prose, script, section
 
 COMMANDS: dict[str, Any] = get_command(cli.app).commands  # type: ignore[attr-defined]  # of a group
@@ -52,7 +53,7 @@ def test_the_python_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")  # of torchrun
     Path("script.py").write_text(shortened(script(path)))
-    with torch.device("cpu"):
+    with cpu_by_default():
         runpy.run_path("script.py", run_name="page")  # processes that a page starts would run a `__main__` once more
     matplotlib.pyplot.close("all")
     logger.setLevel(level)  # which a page changes, for all tests after it

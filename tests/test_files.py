@@ -31,6 +31,7 @@ from misconv._files import (
     write_image,
 )
 from misconv._files.png import with_chunks_of, write_deep
+from misconv._train import cpu_by_default
 
 rasterio = pytest.importorskip("rasterio")
 
@@ -38,7 +39,7 @@ rasterio = pytest.importorskip("rasterio")
 @pytest.fixture(autouse=True)
 def _on_the_cpu() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
-    with torch.device("cpu"):
+    with cpu_by_default():
         yield
 
 

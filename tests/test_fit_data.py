@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from misconv import MFA, SMFA, ConvDMFA, UNetDMFA, data, fit_density, missing, store
 from misconv._checks import warn_if_inverted
 from misconv._train import budget as _budget
+from misconv._train import cpu_by_default, one_device, scores, streams
 from misconv._train import moves as moves_of
-from misconv._train import one_device, scores, streams
 from tests.processes import run, start
 
 
@@ -36,7 +36,7 @@ def _single_precision() -> None:
 @pytest.fixture
 def _on_a_cpu() -> Iterator[None]:
     """Where the test looks at every image that a density gets, or compares bits that only a CPU promises."""
-    with torch.device("cpu"):
+    with cpu_by_default():
         yield
 
 

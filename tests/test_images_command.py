@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 import misconv
 from misconv import cli
+from misconv._train import cpu_by_default
 from misconv.images import parse_budget
 from tests.stopping import interrupted
 
@@ -24,7 +25,7 @@ from tests.stopping import interrupted
 @pytest.fixture(autouse=True)
 def _on_the_cpu() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
-    with torch.device("cpu"):
+    with cpu_by_default():
         yield
 
 

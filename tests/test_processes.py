@@ -47,7 +47,7 @@ if torch.distributed.is_initialized():
 BATCH_NORMALIZATION = """
 density = ConvDMFA(1, rank=2, widths=(8,), depths=(1,))  # with BatchNorm
 norms = [m for m in density.modules() if isinstance(m, nn.BatchNorm2d)]
-history = fit_density(density, x, observed, epochs=2, learning_rate=1e-4, batch_size=3, fabric=fabric, progress=False)
+history = fit_density(density, x, observed, epochs=1, learning_rate=1e-4, batch_size=3, fabric=fabric, progress=False)
 assert norms and all(type(m) is nn.BatchNorm2d for m in norms)
 found = density.state_dict() | {name: torch.tensor(history[-1][name]) for name in history[-1]}
 """
@@ -80,7 +80,7 @@ spare = network.spare = nn.Linear(2, 2)  # nobody needs it
 before = spare.weight.clone()
 used = network.density.noise.weight.clone()
 fit_classifier(
-    network, (x, observed), labels, validation_inputs=(x[:9], observed[:9]), validation_labels=labels[:9], epochs=2,
+    network, (x, observed), labels, validation_inputs=(x[:9], observed[:9]), validation_labels=labels[:9], epochs=1,
     learning_rate=1e-4, batch_size=2, fabric=fabric, progress=False,
 )
 assert torch.equal(spare.weight, before)

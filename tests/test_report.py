@@ -23,6 +23,7 @@ from torch import Tensor
 import misconv
 from misconv import data, demo, missing
 from misconv._store import places as _places
+from misconv._train import cpu_by_default
 from misconv.demo import digits, page_photographs, photographs, report
 from misconv.demo.digits import Digits, DigitSettings, MethodResult
 from misconv.demo.experiment import Demo
@@ -50,7 +51,7 @@ SECTIONS = [
 @pytest.fixture(scope="module")
 def result() -> Demo:
     torch.set_default_dtype(torch.float32)
-    with torch.device("cpu"):
+    with cpu_by_default():
         return demo.run(TINY, progress=False)
 
 
@@ -359,7 +360,7 @@ def numbers_of_digits(result: Digits) -> dict[str, Any]:
 
 def test_no_method_reads_a_hidden_pixel_of_a_digit() -> None:
     torch.set_default_dtype(torch.float32)
-    with torch.device("cpu"):
+    with cpu_by_default():
         shape = (TINY.digits.images, 1, 8, 8)
         expected = numbers_of_digits(run_digits_with(torch.zeros(shape), TINY.digits))
         for poison in (torch.full(shape, math.nan), torch.full(shape, math.inf), 100 * torch.randn(shape)):
@@ -382,7 +383,7 @@ def run_photographs_with(hidden_values: Tensor) -> Photographs:
 
 def test_no_way_reads_a_hidden_pixel_of_a_photograph() -> None:
     torch.set_default_dtype(torch.float32)
-    with torch.device("cpu"):
+    with cpu_by_default():
         shape = (40, 3, 16, 16)
         expected = run_photographs_with(torch.zeros(shape))
         pictures = {"deviations": expected.deviations, "errors": expected.errors, **expected.filled}
@@ -401,7 +402,7 @@ def test_no_way_reads_a_hidden_pixel_of_a_photograph() -> None:
 @pytest.fixture
 def on_the_cpu() -> Iterator[None]:
     """Where the demo computes all of this."""
-    with torch.device("cpu"):
+    with cpu_by_default():
         yield
 
 
@@ -452,7 +453,7 @@ def test_filters_have_sum_zero() -> None:
 def test_a_perfect_density_has_no_bias_and_a_ranking_that_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise of known deviation, told as it is: the mean fill underestimates responses, the expectation does not."""
     torch.set_default_dtype(torch.float32)
-    with torch.device("cpu"):
+    with cpu_by_default():
         generator = torch.Generator("cpu").manual_seed(0)
         deviation = torch.linspace(0.01, 0.2, 60).view(-1, 1, 1, 1)
         truth = 0.5 + deviation * torch.randn(60, 3, 16, 16, generator=generator)
@@ -466,7 +467,7 @@ def test_a_perfect_density_has_no_bias_and_a_ranking_that_is_right(monkeypatch: 
         return MFA(torch.zeros(len(x), 1), torch.full_like(noise, 0.5), factors, noise).fix(x, observed)
 
     monkeypatch.setattr(photographs, "_learn", lambda *_: perfect)
-    with torch.device("cpu"):
+    with cpu_by_default():
         found = photographs.compare(
             truth, observed, truth, observed, truth, TINY.photographs, seed=0, progress=False, say=silent
         )

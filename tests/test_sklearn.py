@@ -16,13 +16,14 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
+from misconv._train import cpu_by_default
 from misconv.sklearn import ImageImputer
 
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
-    with torch.device("cpu"):
+    with cpu_by_default():
         yield
 
 

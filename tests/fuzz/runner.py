@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from misconv._store.provenance import commit, device_name, versions
+from misconv._train import cpu_by_default
 from tests.fuzz.outcome import Outcome, failure
 
 # Kinds, and how many cases a process does at once: about a second's worth.
@@ -91,7 +92,7 @@ def run_case(kind: str, seed: int, device: str = "cpu") -> Outcome:
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        with torch.device("cpu"), quiet(), _repeatable(kind, device):
+        with cpu_by_default(), quiet(), _repeatable(kind, device):
             outcome: Outcome = module.case(seed, device)
     except Exception as error:
         return failure(error)

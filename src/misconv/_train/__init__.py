@@ -13,7 +13,7 @@ from misconv._train.labelled import AUGMENTATIONS, labelled_job
 from misconv._train.loan import check_trainable, gpu_of
 from misconv._train.processes import gathered, on_first
 from misconv._train.scores import doubts
-from misconv._train.session import check_fabric, one_device, progress_bar, started_processes
+from misconv._train.session import check_fabric, cpu_by_default, one_device, progress_bar, started_processes
 from misconv._train.streams import StreamedImages, is_stream, stream_of
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "classifier_job",
     "cosine_schedule",
     "count_right",
+    "cpu_by_default",
     "density_job",
     "doubts",
     "gathered",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,15 @@ from misconv._checks import describe
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["EpochRecord", "History", "check_fabric", "one_device", "progress_bar", "started_processes"]
+__all__ = [
+    "EpochRecord",
+    "History",
+    "check_fabric",
+    "cpu_by_default",
+    "one_device",
+    "progress_bar",
+    "started_processes",
+]
 
 EpochRecord = dict[str, float]
 
@@ -27,6 +35,14 @@ class History(list[EpochRecord]):
 
 
 _NOT_SHOWN = {"epoch", "step", "nll", "mse"}
+
+
+def cpu_by_default() -> AbstractContextManager[Any]:
+    """Tensors without a device are on the CPU, whatever the caller's default is.
+
+    Where it is the CPU already there is nothing to do: to ask for it would slow every call of torch.
+    """
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def one_device(device: torch.device | str | None = None, precision: Any = None) -> Fabric:

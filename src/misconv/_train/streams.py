@@ -22,6 +22,7 @@ from misconv._train.batches import batches_of, generator
 from misconv._train.identity import fingerprint
 from misconv._train.images import Holes, as_floats, check_incomplete
 from misconv._train.moves import apply_moves
+from misconv._train.session import cpu_by_default
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -336,10 +337,10 @@ def guarded(batches: Iterable[Any]) -> Iterator[Any]:
 def _on_cpu(batches: Iterable[Any]) -> Iterator[Any]:
     """Batches that are read with the CPU as default device: where it is another, a DataLoader cannot draw its seed."""
     end = object()
-    with torch.device("cpu"):
+    with cpu_by_default():
         iterator = iter(batches)
     while True:
-        with torch.device("cpu"):
+        with cpu_by_default():
             batch = next(iterator, end)
         if batch is end:
             return

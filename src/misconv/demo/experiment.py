@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
+from misconv._train import cpu_by_default
 from misconv.demo import digits, photographs
 from misconv.demo.digits import Digits, DigitSettings
 from misconv.demo.photographs import Photographs, PhotographSettings
@@ -56,7 +55,7 @@ def run(
     """
     started = time.perf_counter()
     seed, seeds = settings.seed, settings.seeds
-    with torch.device("cpu"):  # whatever the caller's default is
+    with cpu_by_default():
         first = photographs.learn_and_compare(settings.photographs, seed=seed, progress=progress, say=say)
         second = digits.learn_and_compare(settings.digits, seed=seed, seeds=seeds, progress=progress, say=say)
     return Demo(settings, first, second, time.perf_counter() - started)
