@@ -287,6 +287,32 @@ def test_many_threads_write_one_file(tmp_path: Path, temporary: str) -> None:
     assert files(tmp_path) == {"model"}
 
 
+def test_two_sweep_away_a_file_that_is_not_held_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two writers that found it the second one is late, and takes no file that has come since."""
+    lock, sync, late = _files._lock, os.fsync, []
+    monkeypatch.setattr(_files, "_open_anonymous", lambda folder: None)
+
+    def sweep_before_it_is_held(number: int, **options: bool) -> bool:
+        if not late:
+            (found,) = (path for path in tmp_path.iterdir() if path.name.endswith(".tmp"))
+            late.append((os.open(found, os.O_RDONLY), found))
+            _files._remove_stale(str(found))
+            assert not found.exists()
+        return lock(number, **options)
+
+    def sweep_late(number: int) -> None:
+        other, path = late[0]
+        assert lock(other, wait=False)
+        path.unlink(missing_ok=True)
+        sync(number)
+
+    monkeypatch.setattr(_files, "_lock", sweep_before_it_is_held)
+    monkeypatch.setattr(_files.os, "fsync", sweep_late)
+    store.write(tmp_path / "model", {"t": torch.ones(1)}, {})
+    os.close(late[0][0])
+    assert files(tmp_path) == {"model"}
+
+
 def kill_writers(path: Path, temporary: str, kills: int) -> tuple[int, int]:
     """Fork writers and kill them: how many versions were seen, and how many other files.
 

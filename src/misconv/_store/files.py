@@ -150,20 +150,25 @@ def _what(found: os.stat_result) -> str:
 @contextlib.contextmanager
 def _new_file(target: Path) -> Iterator[tuple[BinaryIO, Path]]:
     """A new locked file, and the temporary name that it has or will have; the name is gone in the end."""
-    # A name has at most 255 bytes, in whatever characters.
-    short = os.fsdecode(os.fsencode(target.name)[:200])
-    temporary = target.with_name(f".{short}.misconv-{secrets.token_hex(8)}.tmp")
     number = _open_anonymous(target.parent)
+    if number is None:
+        number, temporary = _open_named(target)
+    else:
+        _lock(number)
+        temporary = _temporary_name(target)
     try:
-        if number is None:
-            number = _open_named(temporary)
-        else:
-            _lock(number)
         with os.fdopen(number, "wb") as file:
             yield file, temporary
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def _temporary_name(target: Path) -> Path:
+    """One that nobody has had."""
+    # A name has at most 255 bytes, in whatever characters.
+    short = os.fsdecode(os.fsencode(target.name)[:200])
+    return target.with_name(f".{short}.misconv-{secrets.token_hex(8)}.tmp")
 
 
 def _open_anonymous(folder: Path) -> int | None:
@@ -177,12 +182,16 @@ def _open_anonymous(folder: Path) -> int | None:
         raise
 
 
-def _open_named(path: Path) -> int:
-    """A new file that this process holds; another may sweep it away before it is held, so then once more."""
+def _open_named(target: Path) -> tuple[int, Path]:
+    """A new file that this process holds, and its name; another may sweep it away before it is held, so then once more.
+
+    By another name: who was about to sweep the first one away would take the second one of that name.
+    """
     while True:
+        path = _temporary_name(target)
         number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
         if not _lock(number) or os.fstat(number).st_nlink:
-            return number
+            return number, path
         os.close(number)
 
 
