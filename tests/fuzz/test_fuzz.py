@@ -19,7 +19,7 @@ from tests.processes import run_script
 ROOT = Path(__file__).parent.parent.parent
 # Cases in this process; those that fork have a process of their own, without the threads of a test runner.
 HERE = {"maths": 400, "leak": 125, "networks": 100, "calls": 250}
-FORKING = {"kills": 20, "files": 150}
+FORKING = {"kills": 12, "files": 100}
 
 
 @pytest.mark.parametrize("kind", HERE)

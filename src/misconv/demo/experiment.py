@@ -25,8 +25,8 @@ class Settings:
 
 
 QUICK = Settings(  # to try it out
-    photographs=PhotographSettings(train=300, stride=60, steps=20),
-    digits=DigitSettings(images=460, train=300, validation=60, dmfa_steps=150, classifier_epochs=3),
+    photographs=PhotographSettings(train=300, stride=60, steps=12),
+    digits=DigitSettings(images=460, train=300, validation=60, dmfa_steps=60, classifier_epochs=2),
 )
 
 
