@@ -38,10 +38,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     device = torch.device("cuda")
-    rows = [compare(setting, torch.Generator(device).manual_seed(0)) for setting in SETTINGS]
+    rows: list[dict[str, Any]] = []
     record = {"commit": commit(), "versions": versions(device), "device": device_name(device), "rows": rows}
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    for setting in SETTINGS:
+        rows.append(compare(setting, torch.Generator(device).manual_seed(0)))
+        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")  # a run that is cut off leaves it
 
 
 def compare(setting: NetworkSetting, generator: torch.Generator) -> dict[str, Any]:
