@@ -134,7 +134,7 @@ def without_default_device(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _tables_have_no_default_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tables of the paper are made by commands, which say where; what their tests train, they train on a CPU."""
+    """Tables of the paper are made by commands, which have an option for the device and know of no default."""
     if request.path.stem.startswith("test_paper_"):
         torch.set_default_device(None)
     yield
