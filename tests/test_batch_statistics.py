@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import misconv
@@ -17,7 +18,9 @@ from misconv._conv.dispatch import moments, plain_path, plain_squares, respond
 pytest.importorskip("triton")
 
 from misconv import _triton
+from misconv._triton import plan as _plan
 from misconv._triton import statistics as _statistics
+from misconv._triton.operator import find_plan
 from tests.test_triton import BOUND, TF32_BOUND, error, layer, small_work  # noqa: F401  # the last one is a fixture
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -189,6 +192,62 @@ def test_the_variance_is_a_quadratic_form_in_the_filters(
     assert used[0] is not None
     for ours, theirs in zip(*found, strict=True):
         assert error(ours, theirs) < 1e-4  # 16 bits, of which the interpreter rounds the last one down
+
+
+def moments_of_windows(p: MFA, conv: Convolution) -> tuple[Tensor, Tensor]:
+    """Mean and covariance of all windows of a batch, over all that missing pixels may be, by cutting them out."""
+
+    def cut(images: Tensor) -> Tensor:
+        padded = F.pad(images, conv.margins)
+        return F.unfold(padded, conv.kernel, conv.dilations, 0, conv.strides).mT.flatten(0, 1)
+
+    hidden = torch.ones_like(p.mean) if p.observed is None else (~p.observed).to(p.dtype).expand_as(p.mean)
+    mean, second = cut(p.mean), torch.zeros(())
+    for k in range(p.means.shape[1]):
+        share = cut(p.weights[:, k, None, None, None] * torch.ones_like(hidden)).amax(1, keepdim=True)
+        parts = [cut(p.means[:, k]), *(cut(p.factors[:, k, j] * hidden) for j in range(p.factors.shape[2]))]
+        second = second + sum((share * part).mT @ part for part in parts)
+        second = second + (share * cut(p.noise[:, k] * hidden)).sum(0).diag()
+    center = mean.mean(0)
+    return center, second / len(mean) - torch.outer(center, center)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "images"),
+    [
+        ({"channels": 3, "kernel": 7, "image": (9, 12)}, {"stride": 2, "padding": 3}, 2),
+        ({"channels": 3, "kernel": 5, "image": (11, 11), "components": 2}, {"stride": 2, "padding": (0, 2)}, 1),
+        (
+            {"channels": 3, "kernel": 5, "image": (5, 13), "rank": 0, "components": 2},
+            {"stride": (1, 3), "padding": 4},
+            2,
+        ),
+        ({"channels": 3, "kernel": 5, "image": (11, 9), "seen": "each"}, {"stride": (3, 1)}, 2),
+        ({"channels": 3, "kernel": 8, "image": (13, 14), "seen": "nothing"}, {"stride": 4, "padding": 2}, 1),
+    ],
+)
+def test_correlations_are_the_second_moments_of_large_windows(
+    shape: dict[str, Any], options: dict[str, Any], images: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At all borders, for all strides, and whether one image or both are arranged at a time."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    start, observed = layer(**shape)
+    leaves = [None if t is None else t.float() for t in start]
+    p, conv = mfa_of(leaves, observed), convolution(leaves, options)
+    plan = find_plan(p, conv, True, ("square", 0.0, 0.0))
+    assert plan is not None
+    if images == 1:
+        plan = copy.copy(plan)
+        vars(plan).pop("window_moments", None)
+        monkeypatch.setattr(_plan, "_MOST_SPOTS", 1)
+    work = plan.window_moments
+    assert work is not None
+    assert work.correlations is not None
+    assert work.numbers[0] == images
+    center, matrix = _statistics._moments_of_windows(plan, *p._parameters(), p.observed)
+    wanted = moments_of_windows(mfa_of(start, observed), convolution(start, options))
+    assert error(center, wanted[0]) < 1e-6
+    assert error(matrix, wanted[1]) < 1e-4  # 16 bits, of which the interpreter rounds the last one down
 
 
 @pytest.mark.parametrize("reason", ["full precision", "learning", "groups", "many taps"])

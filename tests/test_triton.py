@@ -582,6 +582,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
 from misconv._triton import plan as launch
+from misconv._triton.moments import Windows
+
+POINTERS = {"observed": "*i1", "table": "*i32", "jobs": "*i32", "touched": "*i8", "spots": "*bf16", "tracked": "*i64"}
+POINTERS |= {name: "*fp64" for name in ("sums", "matrix", "taps")}
 
 def plans():
     for kernel, stride, out, groups in ((7, 2, 64, 1), (3, 1, 32, 1)):
@@ -593,6 +597,9 @@ launches = []
 for plan in plans():
     launches += [(90, plan.forward[0])]
     launches += [(80, plan.backward((16384, 256, 16, 1), None, (True, *[every] * 4))[0]) for every in (True, False)]
+    if plan.window_moments is not None:
+        correlate = Windows(plan).correlate
+        launches += [(90, each) for each in (correlate.arrange[0], correlate.multiply[0], correlate.assemble[True])]
 for capability, each in launches:
     names = each.kernel.arg_names
     values = dict(zip(reversed(names), reversed(each.arguments)))
@@ -604,7 +611,7 @@ for capability, each in launches:
         elif name in values:
             signature[name] = kinds[type(values[name])]
         else:
-            signature[name] = {"observed": "*i1", "table": "*i32"}.get(name, "*fp32")
+            signature[name] = POINTERS.get(name, "*fp32")
     source = ASTSource(fn=each.kernel, signature=signature, constexprs=constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=each.options)
     print(len(compiled.asm["cubin"]))

@@ -1,14 +1,15 @@
 """Convolution, batch normalization and activation by fused kernels: planned, launched, in training differentiated.
 
-Where the moments of windows say what the statistics of a batch are (`windows`), five launches make the response and two
-its gradients (four, where windows are large). A small network is bound by the host, for which every launch counts.
+Where the moments of windows say what the statistics of a batch are (`moments`), five launches make the response and two
+its gradients (six and four, where windows are large). A small network is bound by the host, for which every launch
+counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,60 +18,26 @@ from misconv._backend import is_ordinary
 from misconv._math import Activation
 from misconv._triton.fold import fold_fixed_kernel, fold_kernel, unfold_kernel
 from misconv._triton.launch import Launch, dense, power
+from misconv._triton.moments import NUMBERS, WindowMoments, Windows, window_moments, windows_of
 from misconv._triton.operator import find_plan, kernel_of
 from misconv._triton.plan import Layout, Plan, backward_parameters, is_channels_last
-from misconv._triton.windows import BLOCK_T, gather_kernel, tap_sums_kernel, window_moments_kernel
 
 if TYPE_CHECKING:
     from misconv._conv import BatchNorm, Convolution, Statistics
     from misconv.mfa import MFA
 
-__all__ = ["WindowMoments", "fixed_response", "normalized_response", "window_moments"]
+__all__ = ["fixed_response", "normalized_response"]
 
 PlainPath = Callable[..., Tensor]
-_IMAGES, _PIXELS = 8, 256  # that a program reads at a time, for the sums over images
-_NUMBERS = 4096  # of a matrix, likewise
-
-
-class WindowMoments(NamedTuple):
-    """The moments of all windows of a batch; where pixels come in pairs with taps that count for nothing."""
-
-    taps: Tensor  # (2, side), float64: the mean of every tap, and the mean of its noise
-    center: Tensor  # (C,), float32
-    matrix: Tensor  # (side, side), float64: the mean of (x − center)(x − center)ᵀ, without noise
 
 
 # How the work is divided -------------------------------------------------------------------------------------------
 
 
-class _Windows:
-    """Launches for the moments of windows, and the sizes of what they write."""
-
-    def __init__(self, plan: Plan) -> None:
-        s, (batch, components, channels, *image) = plan.settings, plan.means
-        assert plan.window_moments is not None
-        numbers, constants, self.table, self.programs, options = plan.window_moments
-        device, kernel, block = plan.device, plan.weight[2:], BLOCK_T.value
-        self.wide, self.taps = plan.kernel(plan.paired)[1], channels * kernel[0] * plan.kernel(plan.paired)[1]
-        self.parts, self.count = -(-self.taps // block), batch * s.size[0] * s.size[1]
-        self.side, self.blocks = self.parts * block, -(-image[0] * image[1] // _PIXELS)
-        self.numbers = channels * (2 * kernel[0] * kernel[1] + 1) * self.blocks
-        self.products = (self.programs, self.parts * (self.parts + 1) // 2, block, block)
-        masks = plan.planes is not None, plan.planes is not None and plan.planes > 1
-        more = (*s.stride, *s.corner, *s.dilation, *masks, _IMAGES, _PIXELS, power(kernel[1]), power(components))
-        arguments: tuple[Any, ...] = (batch, *image, *s.size, self.blocks, components, channels, *kernel, *more)
-        self.sum_taps = Launch(tap_sums_kernel, device, (self.blocks, channels, 1), arguments)
-        arguments = (*numbers, self.blocks, *constants, _PIXELS)
-        grid = (self.programs, 1, 1)
-        self.multiply = Launch(window_moments_kernel, device, grid, arguments, num_stages=1, **options)
-        arguments = (self.programs, self.blocks, self.count, *kernel, self.wide, self.parts, _NUMBERS // block)
-        self.gather = {tracks: Launch(gather_kernel, device, (self.taps, 1, 1), arguments) for tracks in (False, True)}
-
-
 class _Folding:
     """Launches that fold a normalization into filters and back, for tensors of certain types and strides."""
 
-    def __init__(self, plan: Plan, windows: _Windows) -> None:
+    def __init__(self, plan: Plan, windows: Windows) -> None:
         self.plan, self.windows = plan, windows
         self.out, channels, *kernel = plan.weight
         self.shape = (channels, *kernel, windows.wide)
@@ -87,7 +54,7 @@ class _Folding:
                 self._fold.clear()
             cumulative = norm.momentum is None and norm.batches_tracked is not None
             numbers = (*weight.stride(), self.windows.count, norm.momentum or 0.0, norm.eps)
-            constants = (*self.shape, self.windows.side, cumulative, self.block, _NUMBERS // self.block)
+            constants = (*self.shape, self.windows.side, cumulative, self.block, NUMBERS // self.block)
             found = Launch(fold_kernel, self.plan.device, (self.out, 1, 1), (*numbers, *constants))
             self._fold[key] = found
         return found
@@ -100,46 +67,18 @@ class _Folding:
         found = self._unfold.get(key)
         if found is None:
             numbers = (*weight.stride(), *strides, programs)
-            constants = (*self.shape, *layout, self.block, _NUMBERS // self.block)
+            constants = (*self.shape, *layout, self.block, NUMBERS // self.block)
             found = Launch(unfold_kernel, self.plan.device, (self.out, 1, 1), (*numbers, *constants))
             self._unfold[key] = found
         return found
 
 
 @lru_cache(1024)
-def _windows_of(plan: Plan) -> _Windows:
-    return _Windows(plan)
-
-
-@lru_cache(1024)
 def _folding_of(plan: Plan) -> _Folding:
-    return _Folding(plan, _windows_of(plan))
+    return _Folding(plan, windows_of(plan))
 
 
 # Launched ----------------------------------------------------------------------------------------------------------
-
-
-def window_moments(
-    plan: Plan,
-    logits: Tensor,
-    means: Tensor,
-    factors: Tensor,
-    noise: Tensor,
-    observed: Tensor | None,
-    tracked: Tensor | None = None,
-) -> WindowMoments:
-    """The moments of all windows of a batch, for a plan that says how."""
-    w, device, float64 = _windows_of(plan), plan.device, torch.float64
-    side = w.side
-    buffer = torch.empty(side * (side + 2) + w.numbers, dtype=float64, device=device)
-    matrix, taps, sums = buffer.split_with_sizes((side * side, 2 * side, w.numbers))
-    center = torch.empty(plan.means[2], dtype=torch.float32, device=device)
-    products = torch.empty(w.products, dtype=torch.float32, device=device)
-    logits, means, factors, noise, seen = dense(logits, means, factors, noise, means if observed is None else observed)
-    w.sum_taps(logits, means, noise, seen, sums)
-    w.multiply(logits, means, factors, seen, sums, w.table, products, center)
-    w.gather[tracked is not None](products, sums, tracked, matrix, taps)
-    return WindowMoments(taps.view(2, side), center, matrix.view(side, side))
 
 
 def normalized_response(

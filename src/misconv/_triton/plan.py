@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from misconv._triton.backward import backward_kernel
+from misconv._triton.correlations import ROWS, Correlations, cut_jobs
 from misconv._triton.forward import forward_kernel
 from misconv._triton.launch import Launch, dense, power
 from misconv._triton.squares import squares_kernel
@@ -83,9 +84,10 @@ class WindowWork(NamedTuple):
 
     numbers: tuple[int, ...]
     constants: tuple[Any, ...]
-    table: Tensor  # of taps
+    table: Tensor  # of taps, or of jobs
     programs: int
     options: dict[str, int]  # of the compiler
+    correlations: Correlations | None = None  # of large windows
 
 
 # By windows: small ones, larger ones, and such as are spread in pairs of pixels; backward also by whether gradients of
@@ -104,9 +106,11 @@ _BACKWARD = {
     ("paired", False): _Tiling(64, 64, 4, {"num_warps": 4}, 2),
 }
 _WINDOWS = _Tiling(64, 64, 1, {"num_warps": 4}, 2)
+_CORRELATIONS = _Tiling(ROWS, 64, 1, {"num_warps": 4}, 4)
 _MOST_CHANNELS = 64  # of the output, likewise
 _LARGEST_BOX = 2048  # pixels that are read at a time, in as many channels as fit
 _LARGEST_PLANE = 8192  # … but at least in one
+_MOST_SPOTS = 160_000_000  # numbers that are arranged at a time
 
 
 def forward(
@@ -365,8 +369,11 @@ class Plan:
         taps = channels * kernel[0] * kernel[1]
         tile = _tile(_WINDOWS.pixels, kernel, s)
         box = _box(tile, kernel, s)
-        few = s.groups == 1 and taps <= 3 * block and channels * box[0] * box[1] <= _LARGEST_BOX
-        if not few or s.precision not in ("tf32", "bf16"):
+        if s.groups > 1 or taps > 3 * block or s.precision not in ("tf32", "bf16"):
+            return None
+        if taps > block:
+            return self._correlations()
+        if channels * box[0] * box[1] > _LARGEST_BOX:
             return None
         across, down = -(-s.size[1] // tile[1]), -(-s.size[0] // tile[0])
         programs = self._programs(_WINDOWS, batch * across * down, 1)
@@ -375,10 +382,25 @@ class Plan:
             components, self.rank, channels, self.weight[2] * self.weight[3], *s.stride, *s.corner,
             self.planes is not None, self.planes is not None and self.planes > 1,
             "bf16x2" if self.paired else s.precision, s.size[0] % tile[0] == 0 and s.size[1] % tile[1] == 0, *tile,
-            *box, -(-taps // block), power(channels * box[0] * box[1]), power(components),
+            *box, power(channels * box[0] * box[1]), power(components),
         )  # fmt: skip
-        table = _table(channels, kernel, s.dilation, box, 3 * block, self.paired, self.device)
+        table = _table(channels, kernel, s.dilation, box, block, self.paired, self.device)
         return WindowWork(numbers, constants, table, programs, _WINDOWS.options)
+
+    def _correlations(self) -> WindowWork | None:
+        """The second moments of large windows; None where they do not lie beside each other, or are too few."""
+        s, (batch, components, channels, *_), kernel = self.settings, self.means, self.weight[2:]
+        found = Correlations.of(channels, (kernel[0], kernel[1]), s.stride)
+        if found is None or s.dilation != (1, 1) or s.size[0] < found.down or s.size[1] < found.across:
+            return None
+        rows, columns = found.size(s.size)
+        parts = 1 if s.precision == "bf16" else 2
+        numbers = parts * components * (1 + self.rank) * rows * columns * found.spot
+        images = max(1, min(batch, _MOST_SPOTS // numbers))
+        images = -(-batch // -(-batch // images))  # as many at a time every time
+        jobs = cut_jobs(found, images, s.size, self._programs(_CORRELATIONS, images * rows * columns, 1))
+        table = torch.tensor(jobs, dtype=torch.int32, device=self.device)
+        return WindowWork((images, rows, columns), (), table, len(jobs), _CORRELATIONS.options, found)
 
     def _programs(self, tiling: _Tiling, tiles: int, parts: int) -> int:
         """As many as run at a time, if there is work for them."""

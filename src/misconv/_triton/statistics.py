@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from misconv._triton.normalized import window_moments
+from misconv._triton.moments import window_moments
 from misconv._triton.operator import SETTINGS, TENSORS, PlainPath, find_plan, pack, plain_backward, unpack
 from misconv._triton.plan import Plan, backward, squares
 

@@ -2,7 +2,8 @@
 
 The variance of the responses w·x over all windows x, and over all that missing pixels may be, is wᵀSw with
 S = E[(x − x̄)(x − x̄)ᵀ]. S knows nothing of the filters, so that neither the sum nor its gradient has to be computed for
-each of them. It serves where windows have no more taps than three blocks of 64 hold. Three kernels:
+each of them. Three kernels, where windows have no more taps than a block of 64 holds; the second moments of larger ones
+come from `correlations`:
 
 1. `tap_sums_kernel` sums means and noise over all images, and over the places that a tap passes, for a block of pixels;
 2. `window_moments_kernel` sums (x − c)(x − c)ᵀ without the noise, with c near the mean of a channel so that no digits
@@ -19,19 +20,34 @@ import triton.language as tl
 
 from misconv._triton.forward import box_of, count_missing, packed, product, rounded, share_of, starts_of, windows_of
 
-__all__ = ["BLOCK_T", "gather_kernel", "tap_sums_kernel", "window_moments_kernel"]
+__all__ = [
+    "BLOCK_T",
+    "add_product",
+    "center_of",
+    "gather_kernel",
+    "tap_sums_kernel",
+    "total_of",
+    "window_moments_kernel",
+]
 
 BLOCK_T = tl.constexpr(64)  # taps
 
 
 @triton.jit
-def _total(values, number, BLOCK: tl.constexpr):
+def total_of(values, number, BLOCK: tl.constexpr):
     """The sum of some float64 numbers in memory."""
     total = tl.zeros((BLOCK,), tl.float64)
     for first in range(0, number, BLOCK):
         place = first + tl.arange(0, BLOCK)
         total += tl.load(values + place, mask=place < number, other=0.0)
     return tl.sum(total, 0)
+
+
+@triton.jit
+def center_of(sums, channel, WINDOW: tl.constexpr, pixels, blocks, BLOCK: tl.constexpr):
+    """The mean of all pixels of a channel, from the sums of `tap_sums_kernel`."""
+    found = total_of(sums + ((channel + 1) * (2 * WINDOW + 1) - 1) * blocks, blocks, BLOCK)
+    return (found / pixels).to(tl.float32)
 
 
 @triton.jit
@@ -49,7 +65,7 @@ def tap_sums_kernel(
     block, channel = tl.program_id(0), tl.program_id(1)
     plane = height * width
     pixel, image = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, IMAGES)
-    mean, variance = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
+    means_of, noise_of = tl.zeros((IMAGES, BLOCK), tl.float64), tl.zeros((IMAGES, BLOCK), tl.float64)
     for first in range(0, batch, IMAGES):
         b = (first + image).to(tl.int64)
         real = (b < batch)[:, None] & (pixel < plane)[None, :]
@@ -69,8 +85,9 @@ def tap_sums_kernel(
                 exponents = tl.exp(values - tl.max(values, 1)[:, None])
                 share = tl.sum(tl.where((index == k)[None, :], exponents, 0.0), 1) / tl.sum(exponents, 1)
                 m, v = m * share[:, None], v * share[:, None]
-            mean += tl.sum(m, 0)
-            variance += tl.sum(v, 0)
+            means_of += m
+            noise_of += v
+    mean, variance = tl.sum(means_of, 0), tl.sum(noise_of, 0)
     # A tap passes a pixel if its window begins at a place of the response.
     tap = tl.arange(0, BLOCK_X)
     across = (pixel % width + PX)[:, None] - (tap * DX)[None, :]
@@ -87,7 +104,7 @@ def tap_sums_kernel(
 
 
 @triton.jit
-def _add_product(total, left, right, PRECISION: tl.constexpr):
+def add_product(total, left, right, PRECISION: tl.constexpr):
     """total + leftᵀ right, of bfloat16 numbers; for TF32 in two parts, all but the product of what they leave."""
     first, second = left.to(tl.bfloat16), right.to(tl.bfloat16)
     total = product(tl.trans(first), second, total, "bf16")
@@ -100,31 +117,15 @@ def _add_product(total, left, right, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _windows(box, starts, table, block, inside, EVEN: tl.constexpr, PRECISION: tl.constexpr):
-    """A block of taps of windows, of which none is outside."""
-    x = windows_of(box, starts, table, block, PRECISION, BLOCK_T)
-    if not EVEN:
-        x = tl.where(inside, x, 0.0)
-    return x
-
-
-@triton.jit
-def _add(s00, s01, s02, s11, s12, s22, values, starts, table, inside, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
-         PRECISION: tl.constexpr):  # fmt: skip
-    """Add XᵀX, block by block, with X the windows of a box of these values."""
+def _add(total, values, starts, table, inside, EVEN: tl.constexpr, PRECISION: tl.constexpr):
+    """Add XᵀX, with X the windows of a box of these values, of which none is outside."""
     box = values
     if PRECISION != "tf32":
         box = packed(rounded(values, PRECISION), PRECISION)
-    x0 = _windows(box, starts, table, 0, inside, EVEN, PRECISION)
-    s00 = _add_product(s00, x0, x0, PRECISION)
-    if BLOCKS > 1:
-        x1 = _windows(box, starts, table, 1, inside, EVEN, PRECISION)
-        s01, s11 = _add_product(s01, x0, x1, PRECISION), _add_product(s11, x1, x1, PRECISION)
-        if BLOCKS > 2:
-            x2 = _windows(box, starts, table, 2, inside, EVEN, PRECISION)
-            s02, s12 = _add_product(s02, x0, x2, PRECISION), _add_product(s12, x1, x2, PRECISION)
-            s22 = _add_product(s22, x2, x2, PRECISION)
-    return s00, s01, s02, s11, s12, s22
+    x = windows_of(box, starts, table, 0, PRECISION, BLOCK_T)
+    if not EVEN:
+        x = tl.where(inside, x, 0.0)
+    return add_product(total, x, x, PRECISION)
 
 
 @triton.jit
@@ -134,13 +135,12 @@ def window_moments_kernel(
     K: tl.constexpr, L: tl.constexpr, CHANNELS: tl.constexpr, WINDOW: tl.constexpr, SY: tl.constexpr,
     SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr,
     PRECISION: tl.constexpr, EVEN: tl.constexpr, TILE_Y: tl.constexpr, TILE_X: tl.constexpr, BOX_Y: tl.constexpr,
-    BOX_X: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+    BOX_X: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Σ_k π_k E[(x − c)(x − c)ᵀ], less the noise, over the tiles of one program, which come round-robin.
 
     c is the mean of all pixels of a channel, from `sums` of the kernel above; `center` receives it. `products` has for
-    each program the blocks 00, 01, 02, 11, 12 and 22 of the sum, or as many as there are. EVEN if tiles cover the
-    responses and no more.
+    each program its sum. EVEN if tiles cover the responses and no more.
     """
     BLOCK_P: tl.constexpr = TILE_Y * TILE_X
     plane = height * width
@@ -149,13 +149,11 @@ def window_moments_kernel(
     channel = tl.arange(0, BLOCK_Q) // (BOX_Y * BOX_X)
     c = tl.zeros((BLOCK_Q,), tl.float32)
     for number in range(CHANNELS):
-        found = _total(sums + ((number + 1) * (2 * WINDOW + 1) - 1) * blocks, blocks, BLOCK_N)
-        found = (found / batch / plane).to(tl.float32)
+        found = center_of(sums, number, WINDOW, batch * plane, blocks, BLOCK_N)
         c = tl.where(channel == number, found, c)
         if tl.program_id(0) == 0:
             tl.store(center + number, found)
-    s00 = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
-    s01, s02, s11, s12, s22 = s00, s00, s00, s00, s00
+    total = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
     pixel = tl.arange(0, BLOCK_P)
     starts = starts_of(TILE_X, SY, SX, BOX_X, BLOCK_P, PRECISION)
     for index in tl.range(tl.program_id(0), batch * tiles, tl.num_programs(0), num_stages=1, disable_licm=True):
@@ -177,61 +175,40 @@ def window_moments_kernel(
                 if K > 1:
                     root = tl.sqrt(share_of(logits + b * K, k, K, BLOCK_K))
                 values = tl.load(means + image + k * size + offsets, mask=offsets >= 0, other=0.0).to(tl.float32)
-                s00, s01, s02, s11, s12, s22 = _add(s00, s01, s02, s11, s12, s22, (values - c) * root, starts, table,
-                                                    inside, EVEN, BLOCKS, PRECISION)  # fmt: skip
+                total = _add(total, (values - c) * root, starts, table, inside, EVEN, PRECISION)
                 for j in range(L):
                     places = factors + loadings + (k * L + j) * size + missing
                     values = tl.load(places, mask=missing >= 0, other=0.0).to(tl.float32)
-                    s00, s01, s02, s11, s12, s22 = _add(s00, s01, s02, s11, s12, s22, values * root, starts, table,
-                                                        inside, EVEN, BLOCKS, PRECISION)  # fmt: skip
+                    total = _add(total, values * root, starts, table, inside, EVEN, PRECISION)
         else:
             values = tl.load(means + image + offsets, mask=offsets >= 0, other=0.0).to(tl.float32)
-            s00, s01, s02, s11, s12, s22 = _add(s00, s01, s02, s11, s12, s22, values - c, starts, table, inside, EVEN,
-                                                BLOCKS, PRECISION)  # fmt: skip
-    places = t[:, None] * BLOCK_T + t[None, :]
-    SIZE: tl.constexpr = BLOCK_T * BLOCK_T
-    products += tl.program_id(0).to(tl.int64) * (BLOCKS * (BLOCKS + 1) // 2 * SIZE)
-    tl.store(products + places, s00)
-    if BLOCKS > 1:
-        tl.store(products + SIZE + places, s01)
-        tl.store(products + BLOCKS * SIZE + places, s11)
-        if BLOCKS > 2:
-            tl.store(products + 2 * SIZE + places, s02)
-            tl.store(products + 4 * SIZE + places, s12)
-            tl.store(products + 5 * SIZE + places, s22)
+            total = _add(total, values - c, starts, table, inside, EVEN, PRECISION)
+    products += tl.program_id(0).to(tl.int64) * (BLOCK_T * BLOCK_T)
+    tl.store(products + t[:, None] * BLOCK_T + t[None, :], total)
 
 
 @triton.jit
 def gather_kernel(
     products, sums, tracked, matrix, taps, programs, blocks, count,
-    KY: tl.constexpr, KX: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr,
+    KY: tl.constexpr, KX: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One row of the second moments, over all programs, and the first moments of its tap.
 
     Where pixels come in pairs a line of a window has WIDE taps, of which KX count. `matrix` is square; `taps` has a row
     of means and a row of noise. `tracked` counts batches, for the kernel that comes next; it may be None.
     """
-    SIDE: tl.constexpr = BLOCKS * BLOCK_T
-    SIZE: tl.constexpr = BLOCK_T * BLOCK_T
-    row = tl.program_id(0)
-    part, inner, column = row // BLOCK_T, row % BLOCK_T, tl.arange(0, BLOCK_T)
-    for other in range(part, BLOCKS):
-        slot = part * BLOCKS - part * (part - 1) // 2 + other - part
-        total = tl.zeros((BLOCK_T,), tl.float64)
-        for first in range(0, programs, BLOCK_N):
-            program = first + tl.arange(0, BLOCK_N)
-            places = (program.to(tl.int64) * (BLOCKS * (BLOCKS + 1) // 2) + slot)[:, None] * SIZE
-            places += inner * BLOCK_T + column[None, :]
-            found = tl.load(products + places, mask=(program < programs)[:, None], other=0.0)
-            total += tl.sum(found.to(tl.float64), 0)
-        total /= count
-        tl.store(matrix + row * SIDE + other * BLOCK_T + column, total)
-        if other > part:
-            tl.store(matrix + (other * BLOCK_T + column) * SIDE + row, total)
+    row, column = tl.program_id(0), tl.arange(0, BLOCK_T)
+    total = tl.zeros((BLOCK_T,), tl.float64)
+    for first in range(0, programs, BLOCK_N):
+        program = first + tl.arange(0, BLOCK_N)
+        places = program.to(tl.int64)[:, None] * (BLOCK_T * BLOCK_T) + row * BLOCK_T + column[None, :]
+        found = tl.load(products + places, mask=(program < programs)[:, None], other=0.0)
+        total += tl.sum(found.to(tl.float64), 0)
+    tl.store(matrix + row * BLOCK_T + column, total / count)
     line, tap = row // WIDE, row % WIDE
     if tap < KX:
         places = sums + ((line // KY) * (2 * KY * KX + 1) + line % KY * KX + tap).to(tl.int64) * blocks
-        tl.store(taps + row, _total(places, blocks, BLOCK_N) / count)
-        tl.store(taps + SIDE + row, _total(places + KY * KX * blocks, blocks, BLOCK_N) / count)
+        tl.store(taps + row, total_of(places, blocks, BLOCK_N) / count)
+        tl.store(taps + BLOCK_T + row, total_of(places + KY * KX * blocks, blocks, BLOCK_N) / count)
     if tracked is not None:
         tl.store(tracked, tl.load(tracked, mask=row == 0, other=0) + 1, mask=row == 0)
