@@ -27,7 +27,7 @@ from misconv._triton.windows import center_of, total_of
 
 __all__ = ["ROWS", "Correlations", "arrange_kernel", "assemble_kernel", "correlation_kernel", "cut_jobs"]
 
-ROWS = 64  # of spots at a time
+ROWS = 32  # of spots at a time
 _JOB = tl.constexpr(11)  # numbers that describe a job
 _LARGEST = (64, 256)  # matrices
 
