@@ -64,14 +64,13 @@ def _add_up(total, private, by_weight, chunk, block, channels, CHUNKS: tl.conste
 
 
 @triton.jit
-def _scatter(gradient, g, w, box, scale, starts, table, chunk, block, TAPS: tl.constexpr, CHUNK_TAPS: tl.constexpr,
+def _scatter(gradient, g, w, places, scale, chunk, block, TAPS: tl.constexpr, CHUNK_TAPS: tl.constexpr,
              PRECISION: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
-    """Add g wᵀ (windows, taps) to an image at the offsets that `box` holds, where they are not negative."""
+    """Add g wᵀ (windows, taps) to an image at these places, where they are not negative."""
     t = block * BLOCK_T + tl.arange(0, BLOCK_T)
     exists = (t < CHUNK_TAPS) & (chunk * CHUNK_TAPS + t < TAPS)
-    offsets = windows_of(box, starts, table, block, PRECISION, BLOCK_T)
     by_image = product(g, tl.trans(w), None, PRECISION) * scale
-    tl.atomic_add(gradient + offsets, by_image, mask=(offsets >= 0) & exists[None, :], sem="relaxed")
+    tl.atomic_add(gradient + places, by_image, mask=(places >= 0) & exists[None, :], sem="relaxed")
 
 
 @triton.jit
@@ -119,15 +118,19 @@ def _spread(total, private, means, by_means, noise, by_noise, factors, by_factor
                 total = _add_up(total, private, by_weight, chunk, block, channels, CHUNKS, CHUNK_TAPS, OUT, BLOCK_O,
                                 BLOCK_T)  # fmt: skip
             if BY_MEANS:
-                _scatter(by_means + first, by_m, w, offsets, scale, starts, table, chunk, block, TAPS, CHUNK_TAPS,
-                         PRECISION, BLOCK_T)  # fmt: skip
-            if BY_NOISE:
-                square = squares_of(w, PRECISION)
-                _scatter(by_noise + first, by_v, square, missing, 1.0, starts, table, chunk, block, TAPS, CHUNK_TAPS,
-                         PRECISION, BLOCK_T)  # fmt: skip
-            if BY_FACTORS and FACTORS:
-                _scatter(by_factors + first, g, w, of_offsets, 1.0, below, table, chunk, block, TAPS, CHUNK_TAPS,
-                         PRECISION, BLOCK_T)  # fmt: skip
+                places = windows_of(offsets, starts, table, block, PRECISION, BLOCK_T)
+                _scatter(by_means + first, by_m, w, places, scale, chunk, block, TAPS, CHUNK_TAPS, PRECISION, BLOCK_T)
+            if BY_NOISE or (BY_FACTORS and FACTORS and STACK == 1):
+                places = windows_of(missing, starts, table, block, PRECISION, BLOCK_T)
+                if BY_NOISE:
+                    square = squares_of(w, PRECISION)
+                    _scatter(by_noise + first, by_v, square, places, 1.0, chunk, block, TAPS, CHUNK_TAPS, PRECISION,
+                             BLOCK_T)  # fmt: skip
+                if BY_FACTORS and FACTORS and STACK == 1:
+                    _scatter(by_factors + first, g, w, places, 1.0, chunk, block, TAPS, CHUNK_TAPS, PRECISION, BLOCK_T)
+            if BY_FACTORS and FACTORS and STACK > 1:
+                places = windows_of(of_offsets, below, table, block, PRECISION, BLOCK_T)
+                _scatter(by_factors + first, g, w, places, 1.0, chunk, block, TAPS, CHUNK_TAPS, PRECISION, BLOCK_T)
     return total
 
 
@@ -160,8 +163,8 @@ def _spread_stack(total, private, factors, by_factors, number, observed, weight,
                                 BLOCK_T)  # fmt: skip
             if BY_FACTORS:
                 w = weights_of(weight, chunk, block, channels, TAPS, CHUNK_TAPS, OUT, PRECISION, BLOCK_O, BLOCK_T)
-                _scatter(by_factors + first, g, w, offsets, 1.0, below, table, chunk, block, TAPS, CHUNK_TAPS,
-                         PRECISION, BLOCK_T)  # fmt: skip
+                places = windows_of(offsets, below, table, block, PRECISION, BLOCK_T)
+                _scatter(by_factors + first, g, w, places, 1.0, chunk, block, TAPS, CHUNK_TAPS, PRECISION, BLOCK_T)
     return total
 
 
@@ -215,15 +218,15 @@ def backward_kernel(
     BLOCK_K: tl.constexpr, BY_WEIGHT: tl.constexpr, BY_LOGITS: tl.constexpr, BY_MEANS: tl.constexpr,
     BY_FACTORS: tl.constexpr, BY_NOISE: tl.constexpr, HAS_RESPONSE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients for the tiles of one program, which come round-robin.
+    """Gradients for the tiles of one program, which come round-robin, and for one component.
 
     `by_parameters` has a row for every program, weights first (turned, if taps come in blocks) and biases behind, to be
-    added up afterwards; the other
-    gradients are added in place. `by_logits` receives Σ g (E_k − E_0) for each component; the caller does the rest.
+    added up afterwards; the other gradients are added in place. `by_logits` receives Σ g E_k for each component, over
+    tiles that are not complete; the caller does the rest.
     """
     BLOCK_P: tl.constexpr = TILE_Y * TILE_X
     TAPS: tl.constexpr = CHANNELS * WINDOW
-    part = tl.program_id(1)
+    part, k = tl.program_id(1), tl.program_id(2)
     group, first = part // ((OUT + BLOCK_O - 1) // BLOCK_O), part % ((OUT + BLOCK_O - 1) // BLOCK_O) * BLOCK_O
     plane = height * width
     size = GROUPS * CHANNELS * plane
@@ -233,7 +236,7 @@ def backward_kernel(
     CHUNKS: tl.constexpr = (CHANNELS + CHUNK - 1) // CHUNK
     BLOCKS: tl.constexpr = CHUNKS * ((CHUNK * WINDOW + BLOCK_T - 1) // BLOCK_T)
     PLACES: tl.constexpr = TAPS if BLOCKS == 1 else BLOCKS * BLOCK_T
-    own = by_parameters + tl.program_id(0).to(tl.int64) * (GROUPS * OUT * (PLACES + 1))
+    own = by_parameters + (k * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * (GROUPS * OUT * (PLACES + 1))
     private = own + group * OUT * PLACES
     offset = tl.zeros((BLOCK_O,), tl.float32)
     if HAS_BIAS:
@@ -261,40 +264,40 @@ def backward_kernel(
                                 PER_CHANNEL)  # fmt: skip
         y, x = y + pixel // TILE_X, x + pixel % TILE_X
         places = (y * grad_y + x * grad_x)[:, None] + (group * OUT + channels)[None, :] * grad_o
-        inside = ((y < rows) & (x < columns))[:, None] & (channels < OUT)[None, :]
+        end = rows
+        if HAS_OBSERVED and K > 1:  # nothing is to be read for the others of a complete tile
+            end = tl.where(k * (touched == 0) > 0, 0, rows)
+        inside = ((y < end) & (x < columns))[:, None] & (channels < OUT)[None, :]
         g = tl.load(grad + b.to(tl.int64) * grad_b + places, mask=inside, other=0.0).to(tl.float32)
 
         if touched > 0:
-            base = tl.zeros((BLOCK_P, BLOCK_O), tl.float32)
-            for k in range(K):
-                at, column = image + k * size, loadings + k * L * size
-                m, v, r = moments_of(means + at, factors + column, noise + at, seen, weight, table, starts, channels,
-                                     top, left, height, width, size, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X,
-                                     HAS_OBSERVED, PER_CHANNEL, PRECISION, STACK, BLOCK_P, BLOCK_O, BLOCK_T,
-                                     BLOCK_Q)  # fmt: skip
-                m += offset[None, :]
-                by_m, by_v = slopes(m, v, ACTIVATION, low, high)
-                share = 1.0
-                if K > 1:
-                    share = share_of(logits + b * K, k, K, BLOCK_K)
-                if BY_LOGITS:
-                    e = expected(m, v, ACTIVATION, low, high)
-                    base = tl.where(k == 0, e, base)
-                    tl.atomic_add(by_logits + b * K + k, tl.sum(g * (e - base)))
-                by_m, by_v = share * g * by_m, share * g * by_v
-                total_bias += tl.sum(by_m, 0)
-                total = _spread(total, private, means + at, by_means + at, noise + at, by_noise + at, factors + column,
-                                by_factors + column, seen, weight, table, by_m, by_v, r, 1.0, starts, channels, top,
-                                left, height, width, size, True, BY_WEIGHT, BY_MEANS, BY_NOISE, BY_FACTORS, L,
-                                CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION,
-                                STACK, BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q)  # fmt: skip
-                for number in range(1, (L + STACK - 1) // STACK):
-                    total = _spread_stack(total, private, factors + column, by_factors + column, number, seen, weight,
-                                          table, by_v, starts, channels, top, left, height, width, size, BY_WEIGHT,
-                                          BY_FACTORS, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED,
-                                          PER_CHANNEL, PRECISION, STACK, BLOCK_P, BLOCK_O, BLOCK_T,
-                                          BLOCK_Q)  # fmt: skip
-        else:
+            at, column = image + k * size, loadings + k * L * size
+            m, v, r = moments_of(means + at, factors + column, noise + at, seen, weight, table, starts, channels,
+                                 top, left, height, width, size, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X,
+                                 HAS_OBSERVED, PER_CHANNEL, PRECISION, STACK, BLOCK_P, BLOCK_O, BLOCK_T,
+                                 BLOCK_Q)  # fmt: skip
+            m += offset[None, :]
+            by_m, by_v = slopes(m, v, ACTIVATION, low, high)
+            share = 1.0
+            if K > 1:
+                share = share_of(logits + b * K, k, K, BLOCK_K)
+            if BY_LOGITS:
+                e = expected(m, v, ACTIVATION, low, high)
+                tl.atomic_add(by_logits + b * K + k, tl.sum(g * e).to(tl.float64))
+            by_m, by_v = share * g * by_m, share * g * by_v
+            total_bias += tl.sum(by_m, 0)
+            total = _spread(total, private, means + at, by_means + at, noise + at, by_noise + at, factors + column,
+                            by_factors + column, seen, weight, table, by_m, by_v, r, 1.0, starts, channels, top,
+                            left, height, width, size, True, BY_WEIGHT, BY_MEANS, BY_NOISE, BY_FACTORS, L,
+                            CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION,
+                            STACK, BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q)  # fmt: skip
+            for number in range(1, (L + STACK - 1) // STACK):
+                total = _spread_stack(total, private, factors + column, by_factors + column, number, seen, weight,
+                                      table, by_v, starts, channels, top, left, height, width, size, BY_WEIGHT,
+                                      BY_FACTORS, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED,
+                                      PER_CHANNEL, PRECISION, STACK, BLOCK_P, BLOCK_O, BLOCK_T,
+                                      BLOCK_Q)  # fmt: skip
+        elif k == 0:  # of a complete tile all components say the same
             places = (y * response_y + x * response_x)[:, None] + (group * OUT + channels)[None, :] * response_o
             total, by_bias = _spread_complete(
                 total, private, means, by_means, noise, by_noise, factors, by_factors, logits + b * K, seen, weight,

@@ -183,7 +183,7 @@ def backward(
     parameters = layout.new_rows(programs, device)
     sums, pixels = parameters, [parameters] * 3
     if mixed:
-        sums = torch.zeros(logits.shape, dtype=float32, device=device)
+        sums = torch.zeros(logits.shape, dtype=torch.float64, device=device)
     if by_means or by_factors or by_noise:  # added to from many windows, in float32
         asked = ((means, by_means), (factors, by_factors), (noise, by_noise))
         pixels = [torch.zeros(t.shape, dtype=float32, device=device) if need else parameters for t, need in asked]
@@ -195,7 +195,7 @@ def backward(
         weights = weights.view(plan.settings.groups, layout.chunks, layout.places, -1)[:, :, : layout.chunk_taps]
         weights = weights.flatten(1, 2)[:, :taps].mT  # (G, O/G, T)
     if mixed:  # the derivative of a softmax
-        shares = logits.float().softmax(-1)
+        shares = logits.double().softmax(-1)
         sums = (shares * (sums - (shares * sums).sum(-1, keepdim=True))).to(logits.dtype)
     elif by_logits:
         sums = torch.zeros_like(logits)
@@ -417,15 +417,15 @@ class Plan:
         key = (strides, response, needed)
         if key in self._backward:
             return self._backward[key]
-        s, batch, of_pixels = self.settings, self.means[0], any(needed[2:])
+        s, (batch, components, *_), of_pixels = self.settings, self.means, any(needed[2:])
         paired = self.paired and not of_pixels
         tiling = _BACKWARD[self._windows(paired), of_pixels]
         (across, tiles), parts, layout, constants, table = self._tiles(tiling, paired)
         programs = self._programs(tiling, batch * tiles, parts)
         numbers = (batch, *self.means[3:], *s.size, across, tiles, *strides, *(response or strides), s.low, s.high)
-        grid, arguments = (programs, parts, 1), (*numbers, *constants, *needed, response is not None)
+        grid, arguments = (programs, parts, components), (*numbers, *constants, *needed, response is not None)
         launch = Launch(backward_kernel, self.device, grid, arguments, num_stages=1, **tiling.options)
-        self._backward[key] = launch, table, programs, layout
+        self._backward[key] = launch, table, programs * components, layout
         return self._backward[key]
 
     def _tiles(self, tiling: _Tiling, paired: bool) -> tuple[tuple[int, int], int, Layout, Any, Tensor]:
