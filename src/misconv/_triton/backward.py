@@ -64,18 +64,18 @@ def _add_up(total, private, by_weight, chunk, block, channels, CHUNKS: tl.conste
 
 
 @triton.jit
-def _scatter(gradient, g, w, places, scale, chunk, block, TAPS: tl.constexpr, CHUNK_TAPS: tl.constexpr,
+def _scatter(gradient, g, w, places, chunk, block, TAPS: tl.constexpr, CHUNK_TAPS: tl.constexpr,
              PRECISION: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
     """Add g wᵀ (windows, taps) to an image at these places, where they are not negative."""
     t = block * BLOCK_T + tl.arange(0, BLOCK_T)
     exists = (t < CHUNK_TAPS) & (chunk * CHUNK_TAPS + t < TAPS)
-    by_image = product(g, tl.trans(w), None, PRECISION) * scale
+    by_image = product(g, tl.trans(w), None, PRECISION)
     tl.atomic_add(gradient + places, by_image, mask=(places >= 0) & exists[None, :], sem="relaxed")
 
 
 @triton.jit
 def _spread(total, private, means, by_means, noise, by_noise, factors, by_factors, observed, weight, table, by_m, by_v,
-            r, scale, starts, channels, top, left, height, width, size, TOUCHED: tl.constexpr, BY_WEIGHT: tl.constexpr,
+            r, starts, channels, top, left, height, width, size, TOUCHED: tl.constexpr, BY_WEIGHT: tl.constexpr,
             BY_MEANS: tl.constexpr, BY_NOISE: tl.constexpr, BY_FACTORS: tl.constexpr, L: tl.constexpr,
             CHANNELS: tl.constexpr, OUT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BOX_Y: tl.constexpr,
             BOX_X: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
@@ -119,18 +119,18 @@ def _spread(total, private, means, by_means, noise, by_noise, factors, by_factor
                                 BLOCK_T)  # fmt: skip
             if BY_MEANS:
                 places = windows_of(offsets, starts, table, block, PRECISION, BLOCK_T)
-                _scatter(by_means + first, by_m, w, places, scale, chunk, block, TAPS, CHUNK_TAPS, PRECISION, BLOCK_T)
+                _scatter(by_means + first, by_m, w, places, chunk, block, TAPS, CHUNK_TAPS, PRECISION, BLOCK_T)
             if BY_NOISE or (BY_FACTORS and FACTORS and STACK == 1):
                 places = windows_of(missing, starts, table, block, PRECISION, BLOCK_T)
                 if BY_NOISE:
                     square = squares_of(w, PRECISION)
-                    _scatter(by_noise + first, by_v, square, places, 1.0, chunk, block, TAPS, CHUNK_TAPS, PRECISION,
+                    _scatter(by_noise + first, by_v, square, places, chunk, block, TAPS, CHUNK_TAPS, PRECISION,
                              BLOCK_T)  # fmt: skip
                 if BY_FACTORS and FACTORS and STACK == 1:
-                    _scatter(by_factors + first, g, w, places, 1.0, chunk, block, TAPS, CHUNK_TAPS, PRECISION, BLOCK_T)
+                    _scatter(by_factors + first, g, w, places, chunk, block, TAPS, CHUNK_TAPS, PRECISION, BLOCK_T)
             if BY_FACTORS and FACTORS and STACK > 1:
                 places = windows_of(of_offsets, below, table, block, PRECISION, BLOCK_T)
-                _scatter(by_factors + first, g, w, places, 1.0, chunk, block, TAPS, CHUNK_TAPS, PRECISION, BLOCK_T)
+                _scatter(by_factors + first, g, w, places, chunk, block, TAPS, CHUNK_TAPS, PRECISION, BLOCK_T)
     return total
 
 
@@ -164,20 +164,22 @@ def _spread_stack(total, private, factors, by_factors, number, observed, weight,
             if BY_FACTORS:
                 w = weights_of(weight, chunk, block, channels, TAPS, CHUNK_TAPS, OUT, PRECISION, BLOCK_O, BLOCK_T)
                 places = windows_of(offsets, below, table, block, PRECISION, BLOCK_T)
-                _scatter(by_factors + first, g, w, places, 1.0, chunk, block, TAPS, CHUNK_TAPS, PRECISION, BLOCK_T)
+                _scatter(by_factors + first, g, w, places, chunk, block, TAPS, CHUNK_TAPS, PRECISION, BLOCK_T)
     return total
 
 
 @triton.jit
-def _spread_complete(total, private, means, by_means, noise, by_noise, factors, by_factors, logits, observed, weight,
-                     table, g, response, inside, offset, starts, channels, image, top, left, height, width, size, low,
-                     high, HAS_RESPONSE: tl.constexpr, BY_WEIGHT: tl.constexpr, BY_MEANS: tl.constexpr,
-                     K: tl.constexpr, L: tl.constexpr, CHANNELS: tl.constexpr, OUT: tl.constexpr, WINDOW: tl.constexpr,
-                     CHUNK: tl.constexpr, BOX_Y: tl.constexpr, BOX_X: tl.constexpr, HAS_OBSERVED: tl.constexpr,
-                     PER_CHANNEL: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
-                     BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr,
-                     BLOCK_K: tl.constexpr):  # fmt: skip
-    """`_spread` for a tile whose windows are complete, from the gradient g of its activations; and that of biases."""
+def _spread_complete(total, private, means, by_means, noise, by_noise, factors, by_factors, observed, weight, table, g,
+                     response, inside, offset, starts, channels, image, top, left, height, width, size, low, high,
+                     HAS_RESPONSE: tl.constexpr, BY_WEIGHT: tl.constexpr, BY_MEANS: tl.constexpr, L: tl.constexpr,
+                     CHANNELS: tl.constexpr, OUT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+                     BOX_Y: tl.constexpr, BOX_X: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr,
+                     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr,
+                     BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr):  # fmt: skip
+    """`_spread` for a tile whose windows are complete, from the gradient g of its activations; and that of biases.
+
+    All components hold the same pixels here; the first one answers for them, as in the plain formulas.
+    """
     if HAS_RESPONSE:  # of a ReLU, which tells its slope
         by_m = tl.where(tl.load(response, mask=inside, other=0.0) > 0, g, 0.0)
     else:
@@ -186,21 +188,10 @@ def _spread_complete(total, private, means, by_means, noise, by_noise, factors, 
                     BLOCK_Q)  # fmt: skip
         _, slope = activation(m + offset[None, :], ACTIVATION, low, high)
         by_m = g * slope
-    if BY_WEIGHT:
-        total = _spread(total, private, means + image, by_means, noise, by_noise, factors, by_factors, observed, weight,
-                        table, by_m, by_m, by_m, 1.0, starts, channels, top, left, height, width, size, False, True,
-                        False, False, False, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL,
-                        PRECISION, 1, BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q)  # fmt: skip
-    if BY_MEANS:  # all components hold the same pixels here, and each has its share in what they do
-        for k in range(K):
-            share = 1.0
-            if K > 1:
-                share = share_of(logits, k, K, BLOCK_K)
-            at = image + k * size
-            total = _spread(total, private, means + at, by_means + at, noise, by_noise, factors, by_factors, observed,
-                            weight, table, by_m, by_m, by_m, share, starts, channels, top, left, height, width, size,
-                            False, False, True, False, False, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X,
-                            HAS_OBSERVED, PER_CHANNEL, PRECISION, 1, BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q)  # fmt: skip
+    total = _spread(total, private, means + image, by_means + image, noise, by_noise, factors, by_factors, observed,
+                    weight, table, by_m, by_m, by_m, starts, channels, top, left, height, width, size, False, BY_WEIGHT,
+                    BY_MEANS, False, False, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL,
+                    PRECISION, 1, BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q)  # fmt: skip
     return total, tl.sum(by_m, 0)
 
 
@@ -287,7 +278,7 @@ def backward_kernel(
             by_m, by_v = share * g * by_m, share * g * by_v
             total_bias += tl.sum(by_m, 0)
             total = _spread(total, private, means + at, by_means + at, noise + at, by_noise + at, factors + column,
-                            by_factors + column, seen, weight, table, by_m, by_v, r, 1.0, starts, channels, top,
+                            by_factors + column, seen, weight, table, by_m, by_v, r, starts, channels, top,
                             left, height, width, size, True, BY_WEIGHT, BY_MEANS, BY_NOISE, BY_FACTORS, L,
                             CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION,
                             STACK, BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q)  # fmt: skip
@@ -297,14 +288,13 @@ def backward_kernel(
                                       BY_FACTORS, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED,
                                       PER_CHANNEL, PRECISION, STACK, BLOCK_P, BLOCK_O, BLOCK_T,
                                       BLOCK_Q)  # fmt: skip
-        elif k == 0:  # of a complete tile all components say the same
+        elif k == 0:
             places = (y * response_y + x * response_x)[:, None] + (group * OUT + channels)[None, :] * response_o
             total, by_bias = _spread_complete(
-                total, private, means, by_means, noise, by_noise, factors, by_factors, logits + b * K, seen, weight,
-                table, g, response + b.to(tl.int64) * response_b + places, inside, offset, starts, channels, image, top,
-                left, height, width, size, low, high, HAS_RESPONSE, BY_WEIGHT, BY_MEANS, K, L, CHANNELS, OUT, WINDOW,
-                CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, ACTIVATION, PRECISION, BLOCK_P, BLOCK_O, BLOCK_T,
-                BLOCK_Q, BLOCK_K,
+                total, private, means, by_means, noise, by_noise, factors, by_factors, seen, weight, table, g,
+                response + b.to(tl.int64) * response_b + places, inside, offset, starts, channels, image, top, left,
+                height, width, size, low, high, HAS_RESPONSE, BY_WEIGHT, BY_MEANS, L, CHANNELS, OUT, WINDOW, CHUNK,
+                BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, ACTIVATION, PRECISION, BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q,
             )  # fmt: skip
             total_bias += by_bias
 

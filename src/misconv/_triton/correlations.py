@@ -28,6 +28,7 @@ from misconv._triton.windows import center_of, total_of
 __all__ = ["ROWS", "Correlations", "arrange_kernel", "assemble_kernel", "correlation_kernel", "cut_jobs"]
 
 ROWS = 32  # of spots at a time
+_ALIGNED = 4  # numbers that are read at a time, by which the length of a spot can be divided
 _JOB = tl.constexpr(11)  # numbers that describe a job
 _LARGEST = (64, 256)  # matrices
 
@@ -37,7 +38,7 @@ class Correlations(NamedTuple):
 
     down: int  # spots of a window
     across: int
-    spot: int  # places for the pixels of a spot, a power of two
+    spot: int  # places for the pixels of a spot
     columns: int  # spots at a time, TX
     left: int  # places for their pixels
     right: int  # and for those around them
@@ -46,18 +47,18 @@ class Correlations(NamedTuple):
     def of(cls, channels: int, kernel: tuple[int, int], stride: tuple[int, int]) -> Correlations | None:
         """None where matrices would be too large."""
         down, across = (-(-size // step) for size, step in zip(kernel, stride, strict=True))
-        spot, beside, found = triton.next_power_of_2(channels * stride[0] * stride[1]), across - 1, None
-        for columns in range(1, _LARGEST[0] // spot + 1):
+        spot, beside, found = -(-channels * stride[0] * stride[1] // _ALIGNED) * _ALIGNED, across - 1, None
+        for columns in range(1, max(1, _LARGEST[0] // spot) + 1):
             reach = (columns, columns + 2 * beside)
             left, right = (max(16, triton.next_power_of_2(number * spot)) for number in reach)
-            # The fewer pixels are read for a window, the better.
-            if right <= _LARGEST[1] and (found is None or (left + right) / columns < found[0]):
+            # The smaller matrices are for a window, the better.
+            if left <= _LARGEST[0] and right <= _LARGEST[1] and (found is None or (left + right) / columns < found[0]):
                 found = (left + right) / columns, cls(down, across, spot, columns, left, right)
         return None if found is None else found[1]
 
     def size(self, response: tuple[int, int]) -> tuple[int, int]:
         """Rows and columns of spots, with those that are read beside them and count for nothing."""
-        margin = 2 * (self.across - 1) + (max(self.left, self.right) // self.spot)
+        margin = 2 * (self.across - 1) + -(-max(self.left, self.right) // self.spot)
         return response[0] + self.down - 1, response[1] + self.across - 1 + margin
 
 
@@ -115,8 +116,8 @@ def arrange_kernel(
     first, batch, pixels, height, width, rows, columns, blocks,
     K: tl.constexpr, L: tl.constexpr, CHANNELS: tl.constexpr, WINDOW: tl.constexpr, SY: tl.constexpr,
     SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr,
-    PARTS: tl.constexpr, SIDE: tl.constexpr, SPOT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr, SIDE: tl.constexpr, SPOT: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """√π_k times the means of all components, around c, then their factors: (K · (1 + L), batch, rows, columns, SPOT).
 
@@ -125,10 +126,10 @@ def arrange_kernel(
     pixel of a spot is missing. With two PARTS, what bfloat16 leaves of the numbers follows in as many places.
     """
     b = tl.program_id(1)
-    place, f = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, SPOT)
+    place, f = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_F)
     y, x = place // columns, place % columns - SIDE
     channel, line, column = f // (SY * SX), f // SX % SY, f % SX
-    c = tl.zeros((SPOT,), tl.float32)
+    c = tl.zeros((BLOCK_F,), tl.float32)
     for number in range(CHANNELS):
         found = center_of(sums, number, WINDOW, pixels, blocks, BLOCK_N)
         c = tl.where(channel == number, found, c)
@@ -150,8 +151,8 @@ def arrange_kernel(
     size = rows * columns
     tl.store(touched + b.to(tl.int64) * size + place, tl.max(missing.to(tl.int8), 1), mask=place < size)
     spots += (b.to(tl.int64) * size + place)[:, None] * SPOT + f[None, :]
-    step = batch.to(tl.int64) * size * SPOT
-    rest, written = (K + K * L) * step, (place < size)[:, None]
+    step = (b * 0 + batch).to(tl.int64) * size * SPOT  # a batch of 1 is no tensor
+    rest, written = (K + K * L) * step, (place < size)[:, None] & (f < SPOT)[None, :]
     for k in range(K):
         root = 1.0
         if K > 1:
@@ -167,19 +168,20 @@ def arrange_kernel(
 
 
 @triton.jit
-def _add(total, spots, start, below, x, end, real, rest, PARTS: tl.constexpr, SPOT: tl.constexpr, LEFT: tl.constexpr,
-         RIGHT: tl.constexpr):  # fmt: skip
-    """Add the products of some spots, of which none lies behind the end, and of those around them.
+def _add(total, spots, start, below, x, end, real, rest, PARTS: tl.constexpr, TX: tl.constexpr, SIDE: tl.constexpr,
+         SPOT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):  # fmt: skip
+    """Add the products of TX spots, of which none lies behind the end, and of those around them.
 
     With two parts of every number, of which the second one is `rest` places farther: all but the product of these.
     """
     m, n = tl.arange(0, LEFT), tl.arange(0, RIGHT)
-    counts = real[:, None] & (x + m // SPOT < end)[None, :]
+    counts = real[:, None] & ((m < TX * SPOT) & (x + m // SPOT < end))[None, :]
+    around = (n < (TX + 2 * SIDE) * SPOT)[None, :]
     left, right = spots + start[:, None] + m[None, :], spots + below[:, None] + n[None, :]
-    one, other = tl.trans(tl.load(left, mask=counts, other=0.0)), tl.load(right)
+    one, other = tl.trans(tl.load(left, mask=counts, other=0.0)), tl.load(right, mask=around, other=0.0)
     total = product(one, other, total, "bf16")
     if PARTS == 2:
-        total = product(one, tl.load(right + rest), total, "bf16")
+        total = product(one, tl.load(right + rest, mask=around, other=0.0), total, "bf16")
         total = product(tl.trans(tl.load(left + rest, mask=counts, other=0.0)), other, total, "bf16")
     return total
 
@@ -215,7 +217,7 @@ def correlation_kernel(
             real = b < images
             start = k * step + (tl.minimum(b, images - 1).to(tl.int64) * rows) * line + x * SPOT
             total = _add(total, spots, start + y * line + SIDE * SPOT, start + tl.minimum(y + dy, rows - 1) * line, x,
-                         end, real, rest, PARTS, SPOT, LEFT, RIGHT)  # fmt: skip
+                         end, real, rest, PARTS, TX, SIDE, SPOT, LEFT, RIGHT)  # fmt: skip
     if L > 0:
         for item in range(first, last):
             row = item // across * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -231,8 +233,8 @@ def correlation_kernel(
                 for number in range(K, K * (1 + L)):
                     place = number * step + start
                     total = _add(total, spots, place + y * line + SIDE * SPOT,
-                                 place + tl.minimum(y + dy, rows - 1) * line, x, end, real, rest, PARTS, SPOT, LEFT,
-                                 RIGHT)  # fmt: skip
+                                 place + tl.minimum(y + dy, rows - 1) * line, x, end, real, rest, PARTS, TX, SIDE,
+                                 SPOT, LEFT, RIGHT)  # fmt: skip
     tl.store(products + matrix, total)
 
 

@@ -16,7 +16,7 @@ from misconv._triton.windows import BLOCK_T, gather_kernel, tap_sums_kernel, win
 
 __all__ = ["NUMBERS", "WindowMoments", "Windows", "window_moments", "windows_of"]
 
-_IMAGES, _PIXELS = 8, 256  # that a program reads at a time, for the sums over images
+_IMAGES, _PIXELS = 8, 128  # that a program reads at a time, for the sums over images
 _SPOTS = 64  # likewise, where they are arranged
 NUMBERS = 4096  # of a matrix, likewise
 
@@ -86,8 +86,8 @@ class _Correlating:
         for first in range(0, batch, images):
             some = min(images, batch - first)
             arguments: tuple[Any, ...] = (
-                first, images, batch * image[0] * image[1], *image, rows, columns, windows.blocks, *constants, _SPOTS,
-                power(components), _PIXELS,
+                first, images, batch * image[0] * image[1], *image, rows, columns, windows.blocks, *constants,
+                power(c.spot), _SPOTS, power(components), _PIXELS,
             )  # fmt: skip
             self.arrange.append(Launch(arrange_kernel, plan.device, (blocks, some, 1), arguments))
             arguments = (

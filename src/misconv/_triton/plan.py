@@ -100,13 +100,13 @@ _FORWARD = {
 }
 _BACKWARD = {
     ("small", False): _Tiling(64, 32, 1, {"num_warps": 4, "maxnreg": 168}, 3),
-    ("small", True): _Tiling(32, 32, 4, {"num_warps": 4}, 2),
+    ("small", True): _Tiling(64, 32, 1, {"num_warps": 4}, 2),
     ("large", False): _Tiling(32, 64, 4, {"num_warps": 4}, 2),
     ("large", True): _Tiling(32, 64, 4, {"num_warps": 4}, 2),
     ("paired", False): _Tiling(64, 64, 4, {"num_warps": 4}, 2),
 }
 _WINDOWS = _Tiling(64, 64, 1, {"num_warps": 4}, 2)
-_CORRELATIONS = _Tiling(ROWS, 64, 1, {"num_warps": 4}, 4)
+_CORRELATIONS = _Tiling(ROWS, 64, 1, {"num_warps": 4, "num_stages": 3}, 6)
 _MOST_CHANNELS = 64  # of the output, likewise
 _LARGEST_BOX = 2048  # pixels that are read at a time, in as many channels as fit
 _LARGEST_PLANE = 8192  # … but at least in one
