@@ -324,3 +324,54 @@ def test_folding_and_its_gradients_are_exact(shape: dict[str, Any], options: dic
     bound = torch.finfo(torch.bfloat16).eps if half else 3 * BOUND
     for actual, reference in zip([t for t in made if t is not None], references, strict=True):
         assert error(actual, reference) < bound
+
+
+# In a network ------------------------------------------------------------------------------------------------------
+
+
+class Reader(nn.Module):
+    """A network that reads what it has normalized once, in training twice, or after one more step."""
+
+    def __init__(self, readers: str) -> None:
+        super().__init__()
+        self.conv, self.norm, self.readers = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), readers
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.conv(x))
+        if self.readers == "one more step":
+            y = y * 0.5
+        first = torch.relu(y)
+        return torch.cat([first, torch.relu(y)], 1) if self.readers == "two" and self.training else first
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("readers", ["one", "two", "one more step"])
+def test_a_converted_network_normalizes_once(readers: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its normalization waits for the activation, and is what it would be otherwise; also where kernels serve both."""
+    torch.manual_seed(0)
+    network = Reader(readers).train()
+    leaves, observed = layer(channels=3, components=2)
+    logits, means, factors, noise, x, _, _ = leaves
+    found = []
+    for waits in (True, False):
+        converted, served = misconv.convert(network).train(), []
+
+        def by_kernels(p: MFA, conv: Convolution, norm: BatchNorm, activation: Any) -> Tensor | None:
+            served.append(norm)  # noqa: B023  # it is called below, in this round
+            plain = plain_normalized(conv, norm.eps, activation)
+            return _triton.normalized_response(p, conv, norm, activation, plain)
+
+        dtype = torch.float32 if waits else torch.float64
+        converted.to(dtype)
+        p = MFA(*(t.to(dtype) for t in (logits, means, factors, noise)), check=False)  # type: ignore[union-attr]
+        if waits and fused:
+            monkeypatch.setattr("misconv._convert.stem.normalized_response", by_kernels)
+        y = converted(p.fix(x.to(dtype), observed))  # type: ignore[union-attr, arg-type]
+        gradients = torch.autograd.grad(y, list(converted.network.parameters()), upstream(y).to(y.dtype))
+        norm = converted.network.norm
+        assert norm.num_batches_tracked == 1
+        assert len(served) == (waits and fused and {"one": 1, "two": 2, "one more step": 0}[readers])
+        monkeypatch.undo()
+        found.append([y.detach(), norm.running_mean, norm.running_var, *gradients])
+    for actual, expected in zip(*found, strict=True):
+        assert error(actual, expected.double()) < (20 * TF32_BOUND if fused else 1e-5)

@@ -124,7 +124,7 @@ def _answer_response(
     response = _recorded(tracker, tensor, response)
     if first is tensor and name in ALIASES and (name != "detach" or by_checkpoint()):
         return _alias(tracker, tensor, response, func, args, kwargs)
-    step = _step(tensor, response, func, args, kwargs)
+    step = _step(tracker, tensor, response, func, args, kwargs)
     if step is not None:
         tracker.note(response, name, "norm" if func in (F.batch_norm, sync_batch_norm) else "affine", result=step)
         in_place = tensor if works_in_place(func, args, kwargs) else None
@@ -153,12 +153,18 @@ def _recorded(tracker: Tracker, tensor: Tensor, response: Response) -> Response:
     )
 
 
-def _step(tensor: Tensor, response: Response, func: Any, args: Any, kwargs: dict[str, Any]) -> Response | None:
+def _step(
+    tracker: Tracker, tensor: Tensor, response: Response, func: Any, args: Any, kwargs: dict[str, Any]
+) -> Response | None:
     """The response after a normalization or arithmetic per channel; None where the function is something else."""
     name = plain_name(func)
     operands, rest = operands_of(args, kwargs)
     if func in (F.batch_norm, sync_batch_norm) and operands[0] is tensor:
-        return batch_norm(response, *args[1:], **{key: value for key, value in kwargs.items() if key != "input"})
+        kwargs = {key: value for key, value in kwargs.items() if key != "input"}
+        stem = tracker.stem
+        # Nobody else may want to see what lies between a normalization and its activation.
+        delay = func is F.batch_norm and stem is not None and not stem.kept and tracker.table is None
+        return batch_norm(response, *args[1:], **kwargs, delay=delay and tracker.outputs is None)
     places = [place for place, operand in enumerate(operands) if operand is tensor]
     if name in _image.ARITHMETIC and len(places) == 1 and "out" not in rest:
         return operate(response, func, name, operands, places[0], rest)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from misconv._conv import (
     Affine,
+    BatchNorm,
     Convolution,
     batch_norm_affine,
     batch_norm_moments,
@@ -28,6 +29,7 @@ from misconv._conv import (
     mix_expectations,
     moments,
     normalized,
+    normalized_response,
     pad_images,
     respond,
 )
@@ -172,6 +174,18 @@ def _summed_weights(image: Image, weight: Tensor, groups: int, channels: int) ->
 # Between convolution and activation ----------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
+class DelayedBatchNorm:
+    """A normalization by the statistics of a batch that waits for its activation: one kernel computes both."""
+
+    norm: BatchNorm
+    counted: bool = False  # whether the running statistics have seen the batch
+
+    def now(self) -> BatchNorm:
+        """However often it is computed, its running statistics follow it once."""
+        return self.norm._replace(running_mean=None, running_var=None) if self.counted else self.norm
+
+
 @dataclass(frozen=True, eq=False)
 class Response:
     """The response of a convolution on its way to the activation: convolved, then an affine map for each channel."""
@@ -179,10 +193,21 @@ class Response:
     convolution: ConvolvedImage
     norm: Affine | None = None  # as long as it looks at no batch
     moments: tuple[Tensor, Tensor] | None = None  # where a normalization had to see them; `norm` is in them
+    delayed: DelayedBatchNorm | None = None  # then neither of both is there
     steps: int = 0
+
+    def settled(self) -> Response:
+        """The same with nothing delayed."""
+        if self.delayed is None:
+            return self
+        settled = _normalize(replace(self, delayed=None), self.delayed.now())
+        self.delayed.counted = True
+        return settled
 
     def now(self) -> tuple[Tensor, Tensor]:
         """Mean and variance, (B, K, O, H', W') each."""
+        if self.delayed is not None:
+            return self.settled().now()
         if self.moments is not None:
             return self.moments
         moments = self.convolution.moments()
@@ -190,6 +215,8 @@ class Response:
 
     def then(self, step: Affine) -> Response:
         """After one more affine map."""
+        if self.delayed is not None:
+            return self.settled().then(step)
         if self.moments is not None:
             return replace(self, moments=normalized(step, *self.moments), steps=self.steps + 1)
         norm = step if self.norm is None else _composed(self.norm, step)
@@ -197,11 +224,16 @@ class Response:
 
     def expect(self, activation: Activation) -> Tensor:
         """The expected activation (B, O, H', W')."""
-        if self.moments is None and self.convolution.distinct is None:
-            result = respond(self.convolution.p, self.convolution.conv, self.norm, activation)
+        p, conv = self.convolution.p, self.convolution.conv
+        if self.delayed is not None:
+            fused = normalized_response(p, conv, self.delayed.now(), activation)
+            if fused is None:
+                return self.settled().expect(activation)
+            result, self.delayed.counted = fused, True
+        elif self.moments is None and self.convolution.distinct is None:
+            result = respond(p, conv, self.norm, activation)
         else:
-            p = self.convolution.p
-            result = mix_expectations(p, activation, *self.now(), incomplete_windows(p, self.convolution.conv))
+            result = mix_expectations(p, activation, *self.now(), incomplete_windows(p, conv))
         # The rest of the network rounds differently in another layout.
         return result.contiguous(memory_format=torch.channels_last) if self.convolution.channels_last else result
 
@@ -223,21 +255,34 @@ def batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-    **more: Any,
+    *,
+    delay: bool = False,
+    process_group: Any = None,
 ) -> Response:
-    """`torch.nn.functional.batch_norm` of a response."""
+    """`torch.nn.functional.batch_norm` of a response, perhaps over the processes of a group.
+
+    Args:
+        delay: whether it may wait for what comes next, which is an activation as a rule.
+    """
     if not training and running_mean is not None and running_var is not None:
         return response.then(fixed_batch_norm(running_mean, running_var, weight, bias, eps))
-    statistics = (running_mean, running_var, weight, bias)
+    response = replace(response.settled(), steps=response.steps + 1)
+    norm = BatchNorm(weight, bias, running_mean, running_var, None, momentum, eps)
+    simple = response.norm is None and response.moments is None and response.convolution.distinct is None
+    if delay and simple and training:
+        return replace(response, delayed=DelayedBatchNorm(norm))
+    return _normalize(response, norm, process_group)
+
+
+def _normalize(response: Response, norm: BatchNorm, process_group: Any = None) -> Response:
+    """After a normalization by the statistics of the batch, which is no step here."""
+    options = {**norm.options(), "process_group": process_group}
     found = _fused_statistics(response)
     if found is not None:
-        affine = batch_norm_affine(*found, *statistics, momentum=momentum, eps=eps, **more)
-        return response.then(affine)
+        return replace(response.then(batch_norm_affine(*found, **options)), steps=response.steps)
     shares = response.convolution.p.weights
-    moments = batch_norm_moments(
-        *response.now(), shares, *statistics, training=training, momentum=momentum, eps=eps, **more
-    )
-    return replace(response, moments=moments, norm=None, steps=response.steps + 1)
+    moments = batch_norm_moments(*response.now(), shares, training=True, **options)
+    return replace(response, moments=moments, norm=None)
 
 
 def _fused_statistics(response: Response) -> tuple[int, Tensor, Tensor] | None:

@@ -234,13 +234,15 @@ def among(pairs: Sequence[tuple[Tensor, Any]], tensor: object) -> Any:
 # Nested arguments ----------------------------------------------------------------------------------------------------
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors among nested arguments."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, (list, tuple)) else []
+def tensors_in(value: tuple[Any, ...] | list[Any] | dict[Any, Any]) -> list[Tensor]:
+    """All tensors among nested arguments. It runs before every function, so it makes few lists."""
+    found: list[Tensor] = []
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list, dict)) and item:
+            found += tensors_in(item)
+    return found
 
 
 def substituted(value: Any, substitute: Callable[[Tensor], Any]) -> Any:

@@ -274,7 +274,7 @@ def backward_kernel(
                 share = share_of(logits + b * K, k, K, BLOCK_K)
             if BY_LOGITS:
                 e = expected(m, v, ACTIVATION, low, high)
-                tl.atomic_add(by_logits + b * K + k, tl.sum(g * e).to(tl.float64))
+                tl.atomic_add(by_logits + b * K + k, tl.sum(g.to(tl.float64) * e.to(tl.float64)))
             by_m, by_v = share * g * by_m, share * g * by_v
             total_bias += tl.sum(by_m, 0)
             total = _spread(total, private, means + at, by_means + at, noise + at, by_noise + at, factors + column,

@@ -28,7 +28,7 @@ from misconv._triton.windows import center_of, total_of
 __all__ = ["ROWS", "Correlations", "arrange_kernel", "assemble_kernel", "correlation_kernel", "cut_jobs"]
 
 ROWS = 32  # of spots at a time
-_ALIGNED = 4  # numbers that are read at a time, by which the length of a spot can be divided
+_ALIGNED = 16  # spots begin where the widest loads do
 _JOB = tl.constexpr(11)  # numbers that describe a job
 _LARGEST = (64, 256)  # matrices
 
