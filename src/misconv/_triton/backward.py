@@ -84,13 +84,13 @@ def _spread(total, private, means, by_means, noise, by_noise, factors, by_factor
     """From the gradients of mean and variance (pixels, channels) to those of weights and images.
 
     A response Xw with the gradient g gives gᵀX to the weights and gwᵀ to the image, wherever the image was read. If
-    TOUCHED, noise and the first stack of factors, with the responses r, take part.
+    TOUCHED, noise and, if factors come in stacks, the first one, with the responses r, take part.
     """
     TAPS: tl.constexpr = CHANNELS * WINDOW
     CHUNK_TAPS: tl.constexpr = CHUNK * WINDOW
     CHUNKS: tl.constexpr = (CHANNELS + CHUNK - 1) // CHUNK
     TURNED: tl.constexpr = CHUNKS * ((CHUNK_TAPS + BLOCK_T - 1) // BLOCK_T) > 1
-    FACTORS: tl.constexpr = TOUCHED and L > 0
+    FACTORS: tl.constexpr = TOUCHED and L > 0 and STACK > 1
     below = starts_below(starts, STACK, BLOCK_P, BLOCK_Q, PRECISION)
     g = r
     if FACTORS:
@@ -120,15 +120,11 @@ def _spread(total, private, means, by_means, noise, by_noise, factors, by_factor
             if BY_MEANS:
                 places = windows_of(offsets, starts, table, block, PRECISION, BLOCK_T)
                 _scatter(by_means + first, by_m, w, places, chunk, block, TAPS, CHUNK_TAPS, PRECISION, BLOCK_T)
-            if BY_NOISE or (BY_FACTORS and FACTORS and STACK == 1):
+            if BY_NOISE:
                 places = windows_of(missing, starts, table, block, PRECISION, BLOCK_T)
-                if BY_NOISE:
-                    square = squares_of(w, PRECISION)
-                    _scatter(by_noise + first, by_v, square, places, chunk, block, TAPS, CHUNK_TAPS, PRECISION,
-                             BLOCK_T)  # fmt: skip
-                if BY_FACTORS and FACTORS and STACK == 1:
-                    _scatter(by_factors + first, g, w, places, chunk, block, TAPS, CHUNK_TAPS, PRECISION, BLOCK_T)
-            if BY_FACTORS and FACTORS and STACK > 1:
+                square = squares_of(w, PRECISION)
+                _scatter(by_noise + first, by_v, square, places, chunk, block, TAPS, CHUNK_TAPS, PRECISION, BLOCK_T)
+            if BY_FACTORS and FACTORS:
                 places = windows_of(of_offsets, below, table, block, PRECISION, BLOCK_T)
                 _scatter(by_factors + first, g, w, places, chunk, block, TAPS, CHUNK_TAPS, PRECISION, BLOCK_T)
     return total
@@ -282,7 +278,8 @@ def backward_kernel(
                             left, height, width, size, True, BY_WEIGHT, BY_MEANS, BY_NOISE, BY_FACTORS, L,
                             CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION,
                             STACK, BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q)  # fmt: skip
-            for number in range(1, (L + STACK - 1) // STACK):
+            # The response to a single factor is sooner computed again than kept.
+            for number in range(1 if STACK > 1 else 0, (L + STACK - 1) // STACK):
                 total = _spread_stack(total, private, factors + column, by_factors + column, number, seen, weight,
                                       table, by_v, starts, channels, top, left, height, width, size, BY_WEIGHT,
                                       BY_FACTORS, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED,

@@ -99,7 +99,7 @@ _FORWARD = {
     "paired": _Tiling(64, 64, 1, {"num_warps": 4, "maxnreg": 168}, 3),
 }
 _BACKWARD = {
-    ("small", False): _Tiling(64, 32, 1, {"num_warps": 4, "maxnreg": 168}, 3),
+    ("small", False): _Tiling(64, 32, 1, {"num_warps": 4}, 2),
     ("small", True): _Tiling(64, 32, 1, {"num_warps": 4}, 2),
     ("large", False): _Tiling(32, 64, 4, {"num_warps": 4}, 2),
     ("large", True): _Tiling(32, 64, 4, {"num_warps": 4}, 2),
