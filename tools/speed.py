@@ -312,6 +312,11 @@ place of a convolution, its BatchNorm and its ReLU, forward and backward; all el
 OWN = {
     "window_moments_kernel": "statistics of the batch: second moments of all windows",
     "tap_sums_kernel": "statistics of the batch: sums over all images",
+    "arrange_kernel": "statistics of the batch: pixels arranged for their correlations",
+    "correlation_kernel": "statistics of the batch: correlations of pixels",
+    "assemble_kernel": "statistics of the batch: second moments of all windows, from correlations",
+    "fold_kernel": "BatchNorm folded into the filters",
+    "unfold_kernel": "gradients through that folding",
     "forward_kernel": "expected activation",
     "backward_kernel": "gradients of the filters",
 }
