@@ -187,6 +187,10 @@ def check_index(name: str, value: int, size: int) -> int:
 
 def check_pair(name: str, value: object, *, least: int = 1) -> tuple[int, int]:
     """The stride, dilation, padding or kernel size of a convolution, (rows, columns): an integer, or a pair of them."""
+    if type(value) is tuple and len(value) == 2:  # as modules hold it: before every layer, so it is worth the words
+        first, second = value
+        if type(first) is int and type(second) is int and least <= first < 2**31 and least <= second < 2**31:
+            return first, second
     pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
     if len(pair) != 2 or not all(is_integer(n) and least <= n < 2**31 for n in pair):
         raise ValueError(f"{name} must be an integer of at least {least} or a pair of them, got {describe(value)}")

@@ -41,7 +41,9 @@ class Convolution:
     def of(cls, module: nn.Conv2d) -> Convolution:
         """The convolution that a module computes."""
         geometry: Any = (module.stride, module.padding, module.dilation, module.groups, module.padding_mode)
-        return cls(module.weight, module.bias, *geometry)
+        # Where a weight is a parameter it is found sooner than by asking the module, which asks everywhere else first.
+        weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+        return cls(module.weight if weight is None else weight, module.bias if bias is None else bias, *geometry)
 
     @property
     def geometry(self) -> tuple[Pair, Padding, Pair, int, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -83,8 +84,10 @@ def _convolve(tracker: Tracker, image: Image, func: Any, args: Any, kwargs: dict
             "an activation checkpoint with use_reentrant=True around the stem cannot be followed where the image is "
             "read elsewhere and has gradients, for they would be computed twice; pass use_reentrant=False"
         )
-    mean = tracker.p.mean
-    mean = mean.detach() if tracker.detaches and mean.requires_grad else mean
+
+    def mean() -> Tensor:
+        return tracker.p.mean.detach() if tracker.detaches else tracker.p.mean
+
     response = Response(convolve(tracker.p, image, tracker.values(tensor), mean, **more))
     if min(response.convolution.size) < 1:
         raise ValueError(
@@ -239,12 +242,22 @@ def _stand_in(tracker: Tracker, response: Response) -> Tensor:
     weight = convolution.conv.weight
     kind = weight.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    value = torch.full((), 0.0 if named else torch.nan, dtype=dtype, device=weight.device)
+    eager = tracker.table is None
+    number, device = 0.0 if named else torch.nan, weight.device
+    if eager:
+        value = _number(number, dtype, device, torch.is_inference_mode_enabled())
+    else:
+        value = torch.full((), number, dtype=dtype, device=device)
     parts = (weight, convolution.conv.bias, convolution.p.means)
-    learns = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts)
-    if learns and tracker.table is None:
-        value.requires_grad_()  # as the response would, which matters to activation checkpoints
+    if eager and torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts):
+        value = value.detach().requires_grad_()  # as the response would, which matters to activation checkpoints
     return value.expand(convolution.size).clone() if named else value.expand(convolution.size)
+
+
+@cache
+def _number(value: float, dtype: torch.dtype, device: torch.device, inference: bool) -> Tensor:
+    """One number, made once for each mode: nobody writes into a stand-in."""
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 # Activation ----------------------------------------------------------------------------------------------------------

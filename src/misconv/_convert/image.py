@@ -300,12 +300,12 @@ def assign(target: Image, value: Image | None) -> bool:
 # The MFA -------------------------------------------------------------------------------------------------------------
 
 
-def random_image(p: MFA, image: Image, values: Tensor, mean: Tensor) -> MFA:
+def random_image(p: MFA, image: Image, values: Tensor, mean: Callable[[], Tensor]) -> MFA:
     """The MFA of a channel-wise affine function of the images `p`.
 
     Args:
         values: what the network has made of the mean image, (B, c, H', W').
-        mean: the mean image (B, C, H, W) that it was made of.
+        mean: the mean image (B, C, H, W) that it was made of, where it matters.
     """
     pixels = image.pixels
     p = p.detach() if image.detached else p
@@ -315,7 +315,7 @@ def random_image(p: MFA, image: Image, values: Tensor, mean: Tensor) -> MFA:
     if pixels.mode != "constant":
         left, right, top, bottom = pixels.margins
         values = values[..., top : values.shape[-2] - bottom, left : values.shape[-1] - right]
-    apart = p.means - mean.unsqueeze(1)  # exactly zero where the pixel was observed
+    apart = p.means - mean().to(values.device).unsqueeze(1)  # exactly zero where the pixel was observed
     means, factors, noise = (_moved(image, part) for part in (apart, p.factors, p.noise))
     dtype = values.dtype
     return MFA(

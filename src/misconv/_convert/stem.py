@@ -114,7 +114,7 @@ def convolve(
     p: MFA,
     image: Image,
     values: Tensor,
-    mean: Tensor,
+    mean: Callable[[], Tensor],
     weight: Tensor,
     bias: Tensor | None = None,
     stride: Any = 1,
@@ -130,7 +130,7 @@ def convolve(
             f"got {values.dtype}"
         )
     p = p if p.device == values.device else p.to(values.device)
-    made = _image.random_image(p, image, values, mean.to(values.device))
+    made = _image.random_image(p, image, values, mean)
     margins, mode = image.pixels.margins, "zeros"
     if image.pixels.mode != "constant":
         padding, mode = (margins[2], margins[0]), image.pixels.mode

@@ -199,7 +199,8 @@ def backward(
         sums = (shares * (sums - (shares * sums).sum(-1, keepdim=True))).to(logits.dtype)
     elif by_logits:
         sums = torch.zeros_like(logits)
-    found = [sums, *pixels, weights.reshape(weight.shape)[..., :columns], biases]
+    weights = weights.reshape(weight.shape)
+    found = [sums, *pixels, weights if weight.shape[3] == columns else weights[..., :columns], biases]
     types = [means.dtype] * 4 + [weight.dtype, offset.dtype]
     if any(kind != float32 for kind in types):
         found = [t.to(kind) for t, kind in zip(found, types, strict=True)]
