@@ -240,6 +240,12 @@ def test_steps_are_counted() -> None:
     assert [record["step"] for record in long] == [*range(2, 41, 2), 41]
 
 
+def test_a_budget_that_is_over_before_it_begins_has_one_round() -> None:
+    history = fit_density(small(), *digits(), minutes=1e-6, batch_size=32, progress=False)
+    assert len(history) == 1
+    assert history.kept == 0
+
+
 def test_minutes_end_in_time() -> None:
     most = 60  # on a GPU kernels are compiled before the first step is over, and other work may be in the way
     for source in (digits(), (DataLoader(Items(), 32),)):
@@ -773,7 +779,7 @@ def peaks() -> list[int]:
 
     torch.set_num_threads(1)
     found = []
-    for count in (1000, 20_000, 100_000):
+    for count in (1000, 20_000, 200_000):
         fit_density(Constant(), Computed(count), epochs=1, batch_size=500, progress=False)
         found.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     return found
@@ -783,4 +789,4 @@ def test_memory_does_not_grow_with_the_number_of_images() -> None:
     """From 20,000 images on, of which as many are set aside as ever are, by less than half of what the others take."""
     few, more, many = run(peaks)
     assert many < 1.1 * few
-    assert many - more < 80_000 * 256 / 1024 / 2
+    assert many - more < 180_000 * 256 / 1024 / 2

@@ -60,7 +60,7 @@ class Budget:
 
     def _by_time(self, taken: int, seconds: float) -> int:
         left = self._total - seconds
-        if left <= 0:
+        if left <= 0 and taken > 0:  # one round there always is: a machine may need longer to begin
             return 0
         if self._before is not None and taken > self._before[1]:
             self._pace = (seconds - self._before[0]) / (taken - self._before[1])
