@@ -377,6 +377,15 @@ def test_table_b_says_how_far_misconv_is_ahead_and_what_is_not_measured() -> Non
     assert cells["MisConv"][0] == "**.810 ± .010**"
 
 
+def test_table_b_says_what_densities_it_has() -> None:
+    density = {"widths": [8, 16], "depths": [1, 2], "patch": 2, "objective": "joint"}
+    settings = [{"recipe": {"density": {**density, "patch": patch}}} for patch in (2, 1)]
+    records = [r for s in settings for r in recorded("recipe", method="misconv", accuracy_incomplete=0.8, settings=s)]
+    notes = evidence.make_letter("B", records).notes
+    each = "8 to 16 channels in 3 blocks, patch {}, joint"
+    assert f"Densities: SVHN (re-cropped) {each.format(1)} or {each.format(2)}." in notes
+
+
 @pytest.mark.parametrize("letter", evidence.LETTERS)
 def test_without_records_a_table_says_so(letter: str) -> None:
     table = evidence.make_letter(letter, [])

@@ -279,7 +279,7 @@ def draw_networks(record: Record) -> Figure:
         chosen: dict[str, Row] = {}
         for row in found:
             if (row["setting"]["task"], row["setting"]["mode"]) == (task, mode):
-                chosen[f"{network_name(row)}\n{row['setting']['batch']}"] = row  # a graph comes behind its eager row
+                chosen[f"{network_name(row)}, {row['setting']['batch']}"] = row  # a graph comes behind its eager row
         places = range(len(chosen))
         for shift, (pair, label, colour) in enumerate(
             (("network/given", "MFA given", "#c2185b"), ("network/density", "with density", "#2b7bba"))
@@ -316,6 +316,8 @@ OWN = {
     "correlation_kernel": "statistics of the batch: correlations of pixels",
     "assemble_kernel": "statistics of the batch: second moments of all windows, from correlations",
     "fold_kernel": "BatchNorm folded into the filters",
+    "fold_fixed_kernel": "a fixed BatchNorm folded into the filters",
+    "gather_kernel": "statistics of the batch: second moments of all windows, added up",
     "unfold_kernel": "gradients through that folding",
     "forward_kernel": "expected activation",
     "backward_kernel": "gradients of the filters",
@@ -372,7 +374,7 @@ def page(records: dict[str, Record], picture: str | None, more: dict[str, Record
     if "network" in more:
         add("## Networks", circumstances(more["network"]), NETWORKS)
         add("![Shares of the plain network's speed](pictures/networks.png)")
-        add("*As CUDA graphs; the number below a network is its batch.*", networks(more["network"]))
+        add("*As CUDA graphs; the number behind a network is its batch.*", networks(more["network"]))
         if missing := [title for name, title in MODELS.items() if name not in measured_models(more["network"])]:
             add(f"Not measured yet: {', '.join(missing)}.")
     if "norm" in more:

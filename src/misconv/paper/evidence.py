@@ -90,6 +90,22 @@ def _trained(records: Sequence[Record], datasets: Sequence[str]) -> list[str]:
     return [f"Epochs of the classifiers: {'; '.join(told)}."] if told else []
 
 
+def _densities(records: Sequence[Record], datasets: Sequence[str]) -> list[str]:
+    """How large the density of each data set is, and what it was trained by, if the records tell."""
+    told = []
+    for dataset in datasets:
+        recipes = [r.get("settings", {}).get("recipe", {}) for r in of(records, dataset=dataset)]
+        known = [recipe["density"] for recipe in recipes if "widths" in recipe.get("density", {})]
+        found = {(*d["widths"], sum(d["depths"]), d["patch"], d["objective"]) for d in known}
+        each = [
+            f"{min(widths)} to {max(widths)} channels in {blocks} blocks, patch {patch}, {objective}"
+            for *widths, blocks, patch, objective in sorted(found)
+        ]
+        if each:
+            told.append(f"{title_of(records, dataset)} {' or '.join(each)}")
+    return [f"Densities: {'; '.join(told)}."] if told else []
+
+
 def _filled(records: Sequence[Record], datasets: Sequence[str]) -> list[str]:
     """How far what each row fills in is from the truth, if the records tell; rows of one density have one mean."""
     told = []
@@ -182,7 +198,8 @@ def recipe(records: Sequence[Record], datasets: Sequence[str] | None = None) -> 
         + (f" {HOLM}" if tested else ""),
         "* trained and tested on complete images.",
     ]
-    notes[1:1] = [*_trained(mine, datasets_of(mine, datasets)), *_filled(mine, datasets_of(mine, datasets))]
+    sets = datasets_of(mine, datasets)
+    notes[1:1] = [*_trained(mine, sets), *_densities(mine, sets), *_filled(mine, sets)]
     return Table("B", "One recipe for all", columns, list(rows.values()), notes)
 
 
