@@ -22,7 +22,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from misconv._triton.forward import product
+from misconv._triton.forward import product, share_of
 from misconv._triton.windows import center_of, total_of
 
 __all__ = ["ROWS", "Correlations", "arrange_kernel", "assemble_kernel", "correlation_kernel", "cut_jobs"]
@@ -93,15 +93,6 @@ def cut_jobs(c: Correlations, batch: int, size: tuple[int, int], programs: int) 
 
 
 @triton.jit
-def _shares(logits, b, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The probability of component k of an image."""
-    index = tl.arange(0, BLOCK_K)
-    values = tl.load(logits + b * K + index, mask=index < K, other=float("-inf")).to(tl.float32)
-    exponents = tl.exp(values - tl.max(values, 0))
-    return tl.sum(tl.where(index == k, exponents, 0.0), 0) / tl.sum(exponents, 0)
-
-
-@triton.jit
 def _write(places, values, written, rest, PARTS: tl.constexpr):
     """Numbers in one bfloat16 or two."""
     first = values.to(tl.bfloat16)
@@ -113,7 +104,7 @@ def _write(places, values, written, rest, PARTS: tl.constexpr):
 @triton.jit
 def arrange_kernel(
     logits, means, factors, observed, sums, spots, touched, center,
-    first, batch, pixels, height, width, rows, columns, blocks,
+    first, batch, total, height, width, rows, columns, blocks,
     K: tl.constexpr, L: tl.constexpr, CHANNELS: tl.constexpr, WINDOW: tl.constexpr, SY: tl.constexpr,
     SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr,
     PARTS: tl.constexpr, SIDE: tl.constexpr, SPOT: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -121,9 +112,10 @@ def arrange_kernel(
 ):  # fmt: skip
     """√π_k times the means of all components, around c, then their factors: (K · (1 + L), batch, rows, columns, SPOT).
 
-    Images begin with the `first` one. c is the mean of all pixels of a channel, from `sums` of `tap_sums_kernel`;
-    `center` receives it. Padding is −c; what no window reaches is 0. `touched` (batch, rows, columns) tells whether a
-    pixel of a spot is missing. With two PARTS, what bfloat16 leaves of the numbers follows in as many places.
+    Of a `total` of images these begin with the `first` one. c is the mean of all pixels of a channel, from `sums` of
+    `tap_sums_kernel`; `center` receives it. Padding is −c; what no window reaches is 0. `touched` (batch, rows,
+    columns) tells whether a pixel of a spot is missing. With two PARTS, what bfloat16 leaves of the numbers follows in
+    as many places.
     """
     b = tl.program_id(1)
     place, f = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_F)
@@ -131,7 +123,7 @@ def arrange_kernel(
     channel, line, column = f // (SY * SX), f // SX % SY, f % SX
     c = tl.zeros((BLOCK_F,), tl.float32)
     for number in range(CHANNELS):
-        found = center_of(sums, number, WINDOW, pixels, blocks, BLOCK_N)
+        found = center_of(sums, number, WINDOW, total, height * width, blocks, BLOCK_N)
         c = tl.where(channel == number, found, c)
         if (tl.program_id(0) == 0) & (b == 0):
             tl.store(center + number, found)
@@ -156,7 +148,7 @@ def arrange_kernel(
     for k in range(K):
         root = 1.0
         if K > 1:
-            root = tl.sqrt(_shares(logits, image, k, K, BLOCK_K))
+            root = tl.sqrt(share_of(logits + image * K, k, K, BLOCK_K))
         start = (image * K + k) * (CHANNELS * plane)
         values = tl.load(means + start + places, mask=inside, other=0.0).to(tl.float32)
         values = tl.where(reached, (values - c[None, :]) * root, 0.0)

@@ -86,7 +86,7 @@ class _Correlating:
         for first in range(0, batch, images):
             some = min(images, batch - first)
             arguments: tuple[Any, ...] = (
-                first, images, batch * image[0] * image[1], *image, rows, columns, windows.blocks, *constants,
+                first, images, batch, *image, rows, columns, windows.blocks, *constants,
                 power(c.spot), _SPOTS, power(components), _PIXELS,
             )  # fmt: skip
             self.arrange.append(Launch(arrange_kernel, plan.device, (blocks, some, 1), arguments))

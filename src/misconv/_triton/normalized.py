@@ -1,8 +1,8 @@
 """Convolution, batch normalization and activation by fused kernels: planned, launched, in training differentiated.
 
 Where the moments of windows say what the statistics of a batch are (`moments`), five launches make the response and two
-its gradients (six and four, where windows are large). A small network is bound by the host, for which every launch
-counts.
+its gradients (six and four, where windows are large, and two more for each further portion of the images). A small
+network is bound by the host, for which every launch counts.
 """
 
 from __future__ import annotations

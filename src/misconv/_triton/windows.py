@@ -22,7 +22,6 @@ from misconv._triton.forward import box_of, count_missing, packed, product, roun
 
 __all__ = [
     "BLOCK_T",
-    "add_product",
     "center_of",
     "gather_kernel",
     "tap_sums_kernel",
@@ -44,10 +43,10 @@ def total_of(values, number, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def center_of(sums, channel, WINDOW: tl.constexpr, pixels, blocks, BLOCK: tl.constexpr):
+def center_of(sums, channel, WINDOW: tl.constexpr, batch, plane, blocks, BLOCK: tl.constexpr):
     """The mean of all pixels of a channel, from the sums of `tap_sums_kernel`."""
     found = total_of(sums + ((channel + 1) * (2 * WINDOW + 1) - 1) * blocks, blocks, BLOCK)
-    return (found / pixels).to(tl.float32)
+    return (found / batch / plane).to(tl.float32)  # one after the other: their product may be too large for an int32
 
 
 @triton.jit
@@ -104,7 +103,7 @@ def tap_sums_kernel(
 
 
 @triton.jit
-def add_product(total, left, right, PRECISION: tl.constexpr):
+def _add_product(total, left, right, PRECISION: tl.constexpr):
     """total + leftᵀ right, of bfloat16 numbers; for TF32 in two parts, all but the product of what they leave."""
     first, second = left.to(tl.bfloat16), right.to(tl.bfloat16)
     total = product(tl.trans(first), second, total, "bf16")
@@ -125,7 +124,7 @@ def _add(total, values, starts, table, inside, EVEN: tl.constexpr, PRECISION: tl
     x = windows_of(box, starts, table, 0, PRECISION, BLOCK_T)
     if not EVEN:
         x = tl.where(inside, x, 0.0)
-    return add_product(total, x, x, PRECISION)
+    return _add_product(total, x, x, PRECISION)
 
 
 @triton.jit
@@ -149,7 +148,7 @@ def window_moments_kernel(
     channel = tl.arange(0, BLOCK_Q) // (BOX_Y * BOX_X)
     c = tl.zeros((BLOCK_Q,), tl.float32)
     for number in range(CHANNELS):
-        found = center_of(sums, number, WINDOW, batch * plane, blocks, BLOCK_N)
+        found = center_of(sums, number, WINDOW, batch, plane, blocks, BLOCK_N)
         c = tl.where(channel == number, found, c)
         if tl.program_id(0) == 0:
             tl.store(center + number, found)
