@@ -16,11 +16,12 @@ from torch import Tensor
 
 from misconv._backend import is_ordinary
 from misconv._math import Activation
+from misconv._triton.convolve import backward_parameters, is_channels_last
 from misconv._triton.fold import fold_fixed_kernel, fold_kernel, unfold_kernel
 from misconv._triton.launch import Launch, dense, power
 from misconv._triton.moments import NUMBERS, WindowMoments, Windows, window_moments, windows_of
 from misconv._triton.operator import find_plan, kernel_of
-from misconv._triton.plan import Layout, Plan, backward_parameters, is_channels_last
+from misconv._triton.plan import Layout, Plan
 
 if TYPE_CHECKING:
     from misconv._conv import BatchNorm, Convolution, Statistics

@@ -24,7 +24,8 @@ from misconv._math import (
     output_size,
     pair,
 )
-from misconv._triton.plan import Plan, Settings, backward, box_is_small, forward, is_channels_last
+from misconv._triton.convolve import backward, forward, is_channels_last
+from misconv._triton.plan import Plan, Settings, box_is_small
 
 if TYPE_CHECKING:
     from misconv._conv import Affine, Convolution

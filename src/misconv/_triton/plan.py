@@ -1,4 +1,4 @@
-"""The work of the fused convolution, cut up and launched.
+"""The work of the fused convolution, cut up; `convolve` has it done.
 
 Small layers are bound by what the host does before a launch, so everything that follows from shapes and types is worked
 out once and kept.
@@ -6,7 +6,6 @@ out once and kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -16,21 +15,11 @@ from torch import Tensor
 from misconv._triton.backward import backward_kernel
 from misconv._triton.correlations import ROWS, Correlations, cut_jobs
 from misconv._triton.forward import forward_kernel
-from misconv._triton.launch import Launch, dense, power
+from misconv._triton.launch import Launch, power
 from misconv._triton.squares import squares_kernel
 from misconv._triton.windows import BLOCK_T
 
-__all__ = [
-    "Layout",
-    "Plan",
-    "Settings",
-    "backward",
-    "backward_parameters",
-    "box_is_small",
-    "forward",
-    "is_channels_last",
-    "squares",
-]
+__all__ = ["Layout", "Plan", "Settings", "box_is_small"]
 
 _Shape = tuple[int, ...]
 
@@ -111,134 +100,6 @@ _MOST_CHANNELS = 64  # of the output, likewise
 _LARGEST_BOX = 2048  # pixels that are read at a time, in as many channels as fit
 _LARGEST_PLANE = 8192  # … but at least in one
 _MOST_SPOTS = 160_000_000  # numbers that are arranged at a time
-
-
-def forward(
-    plan: Plan,
-    logits: Tensor,
-    means: Tensor,
-    factors: Tensor,
-    noise: Tensor,
-    observed: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-) -> Tensor:
-    """The expected activation, (B, O, H', W'), laid out in memory as the weights are."""
-    last = is_channels_last(weight)
-    launch, table, strides = plan.forward_channels_last if last else plan.forward
-    out = torch.empty_strided(plan.shape, strides, dtype=plan.settings.dtype, device=plan.device)
-    # What is not there is not read, but a kernel wants a pointer.
-    seen, offset = means if observed is None else observed, weight if bias is None else bias
-    launch(*dense(logits, means, factors, noise, seen, _widened(weight, plan.paired), offset), table, out)
-    return out
-
-
-def squares(
-    plan: Plan,
-    logits: Tensor,
-    means: Tensor,
-    factors: Tensor,
-    noise: Tensor,
-    observed: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-) -> Tensor:
-    """The sum of the expected squares of all responses of each channel, (O,), in float32."""
-    launch, table, programs = plan.squares
-    sums = torch.empty((programs, weight.shape[0]), dtype=torch.float32, device=plan.device)
-    seen = means if observed is None else observed
-    launch(*dense(logits, means, factors, noise, seen, _widened(weight, plan.paired), bias), table, sums)
-    return sums.sum(0, dtype=torch.float64).float()
-
-
-def backward(
-    plan: Plan,
-    needed: tuple[bool, ...],
-    grad: Tensor,
-    logits: Tensor,
-    means: Tensor,
-    factors: Tensor,
-    noise: Tensor,
-    observed: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    response: Tensor | None = None,
-) -> tuple[Tensor | None, ...]:
-    """Gradients of logits, means, factors, noise, weight and bias, as far as they are needed.
-
-    Args:
-        response: what `forward` returned, where it is still known.
-    """
-    by_logits, by_means, by_factors, by_noise, by_weight, _ = needed
-    mixed = by_logits and logits.shape[1] > 1
-    launch, table, programs, layout = plan.backward(
-        grad.stride(),
-        None if response is None else response.stride(),
-        (by_weight, mixed, by_means, by_factors, by_noise),
-    )
-    float32, device, columns = torch.float32, plan.device, weight.shape[3]
-    weight = _widened(weight, plan.paired and not (by_means or by_factors or by_noise))
-    taps = weight.shape[1] * weight.shape[2] * weight.shape[3]
-    parameters = layout.new_rows(programs, device)
-    sums, pixels = parameters, [parameters] * 3
-    if mixed:
-        sums = torch.zeros(logits.shape, dtype=torch.float64, device=device)
-    if by_means or by_factors or by_noise:  # added to from many windows, in float32
-        asked = ((means, by_means), (factors, by_factors), (noise, by_noise))
-        pixels = [torch.zeros(t.shape, dtype=float32, device=device) if need else parameters for t, need in asked]
-    seen, offset = means if observed is None else observed, weight if bias is None else bias
-    known = grad if response is None else response
-    launch(*dense(logits, means, factors, noise, seen, weight, offset), table, grad, known, parameters, sums, *pixels)
-    weights, biases = torch.split_with_sizes(parameters.sum(0), (layout.number, layout.out))
-    if layout.turned:
-        weights = weights.view(plan.settings.groups, layout.chunks, layout.places, -1)[:, :, : layout.chunk_taps]
-        weights = weights.flatten(1, 2)[:, :taps].mT  # (G, O/G, T)
-    if mixed:  # the derivative of a softmax
-        shares = logits.double().softmax(-1)
-        sums = (shares * (sums - (shares * sums).sum(-1, keepdim=True))).to(logits.dtype)
-    elif by_logits:
-        sums = torch.zeros_like(logits)
-    weights = weights.reshape(weight.shape)
-    found = [sums, *pixels, weights if weight.shape[3] == columns else weights[..., :columns], biases]
-    types = [means.dtype] * 4 + [weight.dtype, offset.dtype]
-    if any(kind != float32 for kind in types):
-        found = [t.to(kind) for t, kind in zip(found, types, strict=True)]
-    return tuple([t if need else None for t, need in zip(found, needed, strict=True)])
-
-
-def backward_parameters(
-    plan: Plan,
-    grad: Tensor,
-    density: Sequence[Tensor],
-    observed: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    response: Tensor | None,
-) -> tuple[Tensor, int, Layout]:
-    """Gradients of weight and bias alone, as the kernel writes them: rows that are to be added, and how many.
-
-    Args:
-        density: logits, means, factors and noise.
-        weight: with an even number of columns, where pixels come in pairs.
-    """
-    strides = None if response is None else response.stride()
-    launch, table, programs, layout = plan.backward(grad.stride(), strides, (True, False, False, False, False))
-    rows = layout.new_rows(programs, plan.device)
-    seen, known = density[1] if observed is None else observed, grad if response is None else response
-    launch(*dense(*density, seen), weight, bias, table, grad, known, *[rows] * 5)
-    # Long rows are sooner added by a kernel that has nothing else to do.
-    return (rows.sum(0), 1, layout) if layout.turned else (rows, programs, layout)
-
-
-def is_channels_last(weight: Tensor) -> bool:
-    """Whether weights, and with them what they make, have their channels last in memory, and only that."""
-    return not weight.is_contiguous() and weight.is_contiguous(memory_format=torch.channels_last)
-
-
-def _widened(weight: Tensor, paired: bool) -> Tensor:
-    """Weights with an even number of columns, where pixels come in pairs; a zero weighs nothing."""
-    return torch.nn.functional.pad(weight, (0, 1)) if paired and weight.shape[3] % 2 else weight
 
 
 # Shapes of work --------------------------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from misconv._triton.convolve import backward, squares
 from misconv._triton.moments import window_moments
 from misconv._triton.operator import SETTINGS, TENSORS, PlainPath, find_plan, pack, plain_backward, unpack
-from misconv._triton.plan import Plan, backward, squares
+from misconv._triton.plan import Plan
 
 if TYPE_CHECKING:
     from misconv._conv import Convolution
