@@ -584,7 +584,9 @@ import triton
 from misconv._triton import plan as launch
 from misconv._triton.moments import Windows
 
-POINTERS = {"observed": "*i1", "table": "*i32", "jobs": "*i32", "touched": "*i8", "spots": "*bf16", "tracked": "*i64"}
+POINTERS = {"observed": "*i1", "table": "*i32", "jobs": "*i32", "touched": "*i8", "order": "*i32", "spots": "*bf16"}
+POINTERS["tracked"] = "*i64"
+launch._MANY_TILES = 1  # tiles of different cost are ordered first
 POINTERS |= {name: "*fp64" for name in ("sums", "matrix", "taps")}
 
 def plans():
@@ -596,10 +598,15 @@ def plans():
 launches = []
 for plan in plans():
     launches += [(90, plan.forward[0])]
-    launches += [(80, plan.backward((16384, 256, 16, 1), None, (True, *[every] * 4))[0]) for every in (True, False)]
+    launches += [(80, plan.backward((16384, 256, 16, 1), None, (True, *[every] * 4)).launch) for every in (True, False)]
+    launches += [(90, each) for each in plan.backward((16384, 256, 16, 1), None, (True, *[False] * 4)).order[:2]]
     if plan.window_moments is not None:
         correlate = Windows(plan).correlate
         launches += [(90, each) for each in (correlate.arrange[0], correlate.multiply[0], correlate.assemble[True])]
+settings = plan.settings._replace(stride=(2, 2), precision="bf16", dtype=torch.bfloat16)
+plan = launch.Plan(settings, (2, 2, 3, 32, 32), 5, 1, (64, 3, 7, 7), True, torch.device("cpu"))
+work = plan.backward((16384, 256, 16, 1), (16384, 256, 16, 1), (True, *[False] * 4))
+launches += [(90, work.launch), (90, work.complete.arrange), (90, work.complete.multiply)]
 for capability, each in launches:
     names = each.kernel.arg_names
     values = dict(zip(reversed(names), reversed(each.arguments)))

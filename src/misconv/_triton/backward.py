@@ -194,7 +194,7 @@ def _spread_complete(total, private, means, by_means, noise, by_noise, factors, 
 @triton.jit
 def backward_kernel(
     logits, means, factors, noise, observed, weight, bias, table, grad, response,
-    by_parameters, by_logits, by_means, by_factors, by_noise,
+    by_parameters, by_logits, by_means, by_factors, by_noise, order,
     batch, height, width, rows, columns, tiles_x, tiles, grad_b, grad_o, grad_y, grad_x, response_b, response_o,
     response_y, response_x, low, high,
     K: tl.constexpr, L: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, OUT: tl.constexpr,
@@ -204,12 +204,14 @@ def backward_kernel(
     CHUNK: tl.constexpr, STACK: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BY_WEIGHT: tl.constexpr, BY_LOGITS: tl.constexpr, BY_MEANS: tl.constexpr,
     BY_FACTORS: tl.constexpr, BY_NOISE: tl.constexpr, HAS_RESPONSE: tl.constexpr,
+    ORDERED: tl.constexpr, INCOMPLETE: tl.constexpr,
 ):  # fmt: skip
     """Gradients for the tiles of one program, which come round-robin, and for one component.
 
     `by_parameters` has a row for every program, weights first (turned, if taps come in blocks) and biases behind, to be
     added up afterwards; the other gradients are added in place. `by_logits` receives Σ g E_k for each component, over
-    tiles that are not complete; the caller does the rest.
+    tiles that are not complete; the caller does the rest. If ORDERED, tiles come in the `order` of `order_kernel`; if
+    INCOMPLETE, complete ones are left to `complete_kernel`.
     """
     BLOCK_P: tl.constexpr = TILE_Y * TILE_X
     TAPS: tl.constexpr = CHANNELS * WINDOW
@@ -233,9 +235,20 @@ def backward_kernel(
     pixel = tl.arange(0, BLOCK_P)
     starts = starts_of(TILE_X, SY, SX, BOX_X, BLOCK_P, PRECISION)
 
+    number = batch * tiles  # of tiles
+    end_touched = number
+    if ORDERED:
+        end_touched = tl.load(order + number)
+        if INCOMPLETE:
+            number = end_touched
+        elif K > 1:  # the first component answers for all where nothing is missing
+            number = tl.where(k > 0, end_touched, number)
     # One stage: Triton 3.6 pipelines this loop wrongly. What does not change is computed anew rather than kept, since
     # registers are short.
-    for index in tl.range(tl.program_id(0), batch * tiles, tl.num_programs(0), num_stages=1, disable_licm=True):
+    for place in tl.range(tl.program_id(0), number, tl.num_programs(0), num_stages=1, disable_licm=True):
+        index = place
+        if ORDERED:
+            index = tl.load(order + place)
         b, tile = index // tiles, index % tiles
         image = b.to(tl.int64) * K * size + group * CHANNELS * plane
         loadings = b.to(tl.int64) * (K * L) * size + group * CHANNELS * plane
@@ -247,17 +260,20 @@ def backward_kernel(
                 seen = observed + b.to(tl.int64) * plane
         y, x = tile // tiles_x * TILE_Y, tile % tiles_x * TILE_X
         top, left = y * SY - PY, x * SX - PX
-        touched = count_missing(seen, top, left, height, width, CHANNELS, CHUNK, BOX_Y, BOX_X, BLOCK_Q, HAS_OBSERVED,
-                                PER_CHANNEL)  # fmt: skip
+        if ORDERED:
+            touched = place < end_touched
+        else:
+            touched = count_missing(seen, top, left, height, width, CHANNELS, CHUNK, BOX_Y, BOX_X, BLOCK_Q,
+                                    HAS_OBSERVED, PER_CHANNEL) > 0  # fmt: skip
         y, x = y + pixel // TILE_X, x + pixel % TILE_X
         places = (y * grad_y + x * grad_x)[:, None] + (group * OUT + channels)[None, :] * grad_o
         end = rows
-        if HAS_OBSERVED and K > 1:  # nothing is to be read for the others of a complete tile
-            end = tl.where(k * (touched == 0) > 0, 0, rows)
+        if HAS_OBSERVED and K > 1 and not ORDERED:  # nothing is to be read for the others of a complete tile
+            end = tl.where((k > 0) & (touched == 0), 0, rows)
         inside = ((y < end) & (x < columns))[:, None] & (channels < OUT)[None, :]
         g = tl.load(grad + b.to(tl.int64) * grad_b + places, mask=inside, other=0.0).to(tl.float32)
 
-        if touched > 0:
+        if touched:
             at, column = image + k * size, loadings + k * L * size
             m, v, r = moments_of(means + at, factors + column, noise + at, seen, weight, table, starts, channels,
                                  top, left, height, width, size, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X,
@@ -285,7 +301,7 @@ def backward_kernel(
                                       BY_FACTORS, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED,
                                       PER_CHANNEL, PRECISION, STACK, BLOCK_P, BLOCK_O, BLOCK_T,
                                       BLOCK_Q)  # fmt: skip
-        elif k == 0:
+        elif (k == 0) and not INCOMPLETE:
             places = (y * response_y + x * response_x)[:, None] + (group * OUT + channels)[None, :] * response_o
             total, by_bias = _spread_complete(
                 total, private, means, by_means, noise, by_noise, factors, by_factors, seen, weight, table, g,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from misconv._triton.launch import dense
-from misconv._triton.plan import Layout, Plan
+from misconv._triton.plan import BackwardWork, Layout, Plan
 
 __all__ = ["backward", "backward_parameters", "forward", "is_channels_last", "squares"]
 
@@ -72,15 +72,16 @@ def backward(
     """
     by_logits, by_means, by_factors, by_noise, by_weight, _ = needed
     mixed = by_logits and logits.shape[1] > 1
-    launch, table, programs, layout = plan.backward(
+    work = plan.backward(
         grad.stride(),
         None if response is None else response.stride(),
         (by_weight, mixed, by_means, by_factors, by_noise),
     )
+    layout = work.layout
     float32, device, columns = torch.float32, plan.device, weight.shape[3]
     weight = _widened(weight, plan.paired and not (by_means or by_factors or by_noise))
     taps = weight.shape[1] * weight.shape[2] * weight.shape[3]
-    parameters = layout.new_rows(programs, device)
+    parameters = layout.new_rows(work.programs, device)
     sums, pixels = parameters, [parameters] * 3
     if mixed:
         sums = torch.zeros(logits.shape, dtype=torch.float64, device=device)
@@ -88,8 +89,8 @@ def backward(
         asked = ((means, by_means), (factors, by_factors), (noise, by_noise))
         pixels = [torch.zeros(t.shape, dtype=float32, device=device) if need else parameters for t, need in asked]
     seen, offset = means if observed is None else observed, weight if bias is None else bias
-    known = grad if response is None else response
-    launch(*dense(logits, means, factors, noise, seen, weight, offset), table, grad, known, parameters, sums, *pixels)
+    images = dense(logits, means, factors, noise, seen, weight, offset)
+    _launch_backward(work, images, grad, response, parameters, sums, *pixels)
     weights, biases = torch.split_with_sizes(parameters.sum(0), (layout.number, layout.out))
     if layout.turned:
         weights = weights.view(plan.settings.groups, layout.chunks, layout.places, -1)[:, :, : layout.chunk_taps]
@@ -123,12 +124,30 @@ def backward_parameters(
         weight: with an even number of columns, where pixels come in pairs.
     """
     strides = None if response is None else response.stride()
-    launch, table, programs, layout = plan.backward(grad.stride(), strides, (True, False, False, False, False))
-    rows = layout.new_rows(programs, plan.device)
-    seen, known = density[1] if observed is None else observed, grad if response is None else response
-    launch(*dense(*density, seen), weight, bias, table, grad, known, *[rows] * 5)
+    work = plan.backward(grad.stride(), strides, (True, False, False, False, False))
+    rows = work.layout.new_rows(work.programs, plan.device)
+    seen = density[1] if observed is None else observed
+    _launch_backward(work, [*dense(*density, seen), weight, bias], grad, response, *[rows] * 5)
     # Long rows are sooner added by a kernel that has nothing else to do.
-    return (rows.sum(0), 1, layout) if layout.turned else (rows, programs, layout)
+    return (rows.sum(0), 1, work.layout) if work.layout.turned else (rows, work.programs, work.layout)
+
+
+def _launch_backward(
+    work: BackwardWork, images: Sequence[Tensor], grad: Tensor, response: Tensor | None, rows: Tensor, *others: Tensor
+) -> None:
+    """Write the gradients of parameters to rows, and those of logits and pixels to the others."""
+    known, order, complete = grad if response is None else response, rows, work.complete
+    if work.order is not None:
+        number = work.order.tiles
+        touched = torch.empty(number, dtype=torch.int8, device=grad.device)
+        order = torch.empty(number + 1, dtype=torch.int32, device=grad.device)
+        work.order.find(images[4], touched)
+        work.order.sort(touched, order)
+    work.launch(*images, work.table, grad, known, rows, *others, order)
+    if complete is not None:
+        spots = torch.empty(complete.spots, dtype=torch.bfloat16, device=grad.device)
+        complete.arrange(images[1], spots)
+        complete.multiply(spots, order, grad, known, rows[work.programs - complete.programs :])
 
 
 def is_channels_last(weight: Tensor) -> bool:

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from misconv._triton.backward import backward_kernel
+from misconv._triton.complete import Spots, arrange_kernel, complete_kernel
 from misconv._triton.correlations import ROWS, Correlations, cut_jobs
 from misconv._triton.forward import forward_kernel
 from misconv._triton.launch import Launch, power
+from misconv._triton.order import find_touched_kernel, order_kernel
 from misconv._triton.squares import squares_kernel
 from misconv._triton.windows import BLOCK_T
 
@@ -79,6 +81,34 @@ class WindowWork(NamedTuple):
     correlations: Correlations | None = None  # of large windows
 
 
+class CompleteTiles(NamedTuple):
+    """How gradients by complete tiles are computed by themselves."""
+
+    arrange: Launch
+    multiply: Launch
+    spots: _Shape  # of pixels that are arranged
+    programs: int  # that write a row each
+
+
+class TileOrder(NamedTuple):
+    """How tiles are ordered by what they cost."""
+
+    find: Launch
+    sort: Launch
+    tiles: int  # of all images
+
+
+class BackwardWork(NamedTuple):
+    """How gradients are computed."""
+
+    launch: Launch
+    table: Tensor  # of taps
+    programs: int  # that write a row each
+    layout: Layout
+    order: TileOrder | None  # if tiles do not come as they lie
+    complete: CompleteTiles | None  # if the launch leaves them out; their rows come last
+
+
 # By windows: small ones, larger ones, and such as are spread in pairs of pixels; backward also by whether gradients of
 # pixels are asked for.
 _SMALL = 32  # taps
@@ -94,12 +124,16 @@ _BACKWARD = {
     ("large", True): _Tiling(32, 64, 4, {"num_warps": 4}, 2),
     ("paired", False): _Tiling(64, 64, 4, {"num_warps": 4}, 2),
 }
+_COMPLETE = _Tiling(64, 0, 0, {"num_warps": 4}, 2)
 _WINDOWS = _Tiling(64, 64, 1, {"num_warps": 4}, 2)
 _CORRELATIONS = _Tiling(ROWS, 64, 1, {"num_warps": 4, "num_stages": 3}, 6)
 _MOST_CHANNELS = 64  # of the output, likewise
 _LARGEST_BOX = 2048  # pixels that are read at a time, in as many channels as fit
 _LARGEST_PLANE = 8192  # … but at least in one
 _MOST_SPOTS = 160_000_000  # numbers that are arranged at a time
+_ARRANGED = 64  # spots that a program arranges
+_ORDERED = 1024  # tiles that a program orders
+_MANY_TILES = 8192  # from which on it pays to order them
 
 
 # Shapes of work --------------------------------------------------------------------------------------------------
@@ -172,7 +206,7 @@ class Plan:
         # Windows that begin at even columns can be spread two pixels at a time; rows of three would gain nothing by it.
         even = settings.stride[1] % 2 == 0 and settings.dilation[1] == 1 and weight[3] > 4
         self.paired = settings.precision == "bf16" and even
-        self._backward: dict[tuple[_Shape, _Shape | None, tuple[bool, ...]], tuple[Any, ...]] = {}
+        self._backward: dict[tuple[_Shape, _Shape | None, tuple[bool, ...]], BackwardWork] = {}
 
     @cached_property
     def forward(self) -> tuple[Launch, Tensor, _Shape]:
@@ -270,8 +304,8 @@ class Plan:
         cores = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 2
         return max(1, min(tiles, tiling.programs * cores // parts))
 
-    def backward(self, strides: _Shape, response: _Shape | None, needed: tuple[bool, ...]) -> tuple[Any, ...]:
-        """The launch, its table of taps, the number of programs, and the layout of gradients.
+    def backward(self, strides: _Shape, response: _Shape | None, needed: tuple[bool, ...]) -> BackwardWork:
+        """How the gradients that are needed are computed.
 
         Args:
             strides: of the gradient. response: strides of the response, if it is known.
@@ -285,10 +319,58 @@ class Plan:
         (across, tiles), parts, layout, constants, table = self._tiles(tiling, paired)
         programs = self._programs(tiling, batch * tiles, parts)
         numbers = (batch, *self.means[3:], *s.size, across, tiles, *strides, *(response or strides), s.low, s.high)
-        grid, arguments = (programs, parts, components), (*numbers, *constants, *needed, response is not None)
+        order, complete, rows = None, None, programs * components
+        if self.planes is not None and batch * tiles >= _MANY_TILES:
+            order = self._order(tiling, paired)
+            if paired and response is not None:
+                tile = _tile(tiling.pixels, self.kernel(paired), s)
+                complete = self._complete(tile, layout, (*strides, *response))
+                rows += 0 if complete is None else complete.programs
+        flags = (response is not None, order is not None, complete is not None)
+        grid, arguments = (programs, parts, components), (*numbers, *constants, *needed, *flags)
         launch = Launch(backward_kernel, self.device, grid, arguments, num_stages=1, **tiling.options)
-        self._backward[key] = launch, table, programs * components, layout
+        self._backward[key] = BackwardWork(launch, table, rows, layout, order, complete)
         return self._backward[key]
+
+    def _order(self, tiling: _Tiling, paired: bool) -> TileOrder:
+        s, (batch, _, channels, *image), kernel = self.settings, self.means, self.kernel(paired)
+        tile = _tile(tiling.pixels, kernel, s)
+        box = _box(tile, kernel, s)
+        across, down = -(-s.size[1] // tile[1]), -(-s.size[0] // tile[0])
+        number = batch * across * down
+        each = self.planes is not None and self.planes > 1
+        chunk = min(channels, max(1, _LARGEST_BOX // (box[0] * box[1]))) if each else 1
+        block = power(chunk * box[0] * box[1])
+        arguments = (
+            *image, across, across * down, channels, *s.stride, *s.corner, each, *tile, *box, chunk, block,
+        )  # fmt: skip
+        find = Launch(find_touched_kernel, self.device, (number, 1, 1), arguments)
+        sort = Launch(order_kernel, self.device, (-(-number // _ORDERED), 1, 1), (number, _ORDERED))
+        return TileOrder(find, sort, number)
+
+    def _complete(self, tile: tuple[int, int], layout: Layout, strides: _Shape) -> CompleteTiles | None:
+        """Launches for complete tiles; None where they would not pay."""
+        s, (batch, components, channels, *image), (out, _, *kernel) = self.settings, self.means, self.weight
+        spots = Spots.of(channels, (kernel[0], kernel[1]), s.stride)
+        if not layout.turned or s.groups > 1 or spots is None:
+            return None
+        rows, columns = spots.size(s.size)
+        if rows * columns * spots.spot >= 2**31:
+            return None
+        blocks, block_o = -(-rows * columns // _ARRANGED), min(max(power(out), 16), _MOST_CHANNELS)
+        constants = (components, channels, *s.stride, *s.corner, spots.spot, power(spots.spot), _ARRANGED)
+        arrange = Launch(arrange_kernel, self.device, (blocks, batch, 1), (*image, rows, columns, *constants))
+        across, down, parts = -(-s.size[1] // tile[1]), -(-s.size[0] // tile[0]), -(-out // block_o)
+        programs = self._programs(_COMPLETE, batch * across * down, parts)
+        arguments = (
+            batch, *s.size, across, across * down, *strides, channels, *self.kernel(False), self.kernel(True)[1], out,
+            *s.stride, *spots, layout.chunks, layout.chunk_taps, layout.places, *tile, block_o,
+        )  # fmt: skip
+        multiply = Launch(
+            complete_kernel, self.device, (programs, parts, 1), arguments, num_stages=1, **_COMPLETE.options
+        )
+        shape = (batch, rows, columns, spots.spot)
+        return CompleteTiles(arrange, multiply, shape, programs)
 
     def _tiles(self, tiling: _Tiling, paired: bool) -> tuple[tuple[int, int], int, Layout, Any, Tensor]:
         """Tiles across and in all; parts of the channels; the layout of gradients; constants of a kernel; its table."""
