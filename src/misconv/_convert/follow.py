@@ -131,8 +131,7 @@ def _answer_response(
     tracker: Tracker, tensor: Tensor, response: Response, func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     name = plain_name(func)
-    operands, _ = operands_of(args, kwargs)
-    first = operands[0] if operands else None
+    first = args[0] if args else kwargs.get("input", kwargs.get("self"))
     response = _recorded(tracker, tensor, response)
     if first is tensor and name in ALIASES and (name != "detach" or by_checkpoint()):
         return _alias(tracker, tensor, response, func, args, kwargs)
