@@ -187,12 +187,13 @@ class Converted(nn.Module):
         """The stem, with what has been done to its modules since the conversion."""
         if torch.compiler.is_compiling():
             return self.stem
-        norm = None if self.stem.norm is None else self.network.get_submodule(self.stem.norm)
+        stem, network = self.stem, self.network
+        norm = None if stem.norm is None else _submodule(network, stem.norm)
         if type(norm) is nn.SyncBatchNorm:
             norm.__class__ = SyncBatchNorm  # ours can be followed
-        parts = (self.network.get_submodule(self.stem.convolution), norm)
-        hooked = any(part is not None and part is not self.network and part._forward_hooks for part in parts)
-        return replace(self.stem, kept=True) if hooked and not self.stem.kept else self.stem
+        parts = (_submodule(network, stem.convolution), norm)
+        hooked = any(part is not None and part is not network and part._forward_hooks for part in parts)
+        return replace(stem, kept=True) if hooked and not stem.kept else stem
 
     def to_mfa(self, x: Any, observed: Any = None) -> MFA:
         """The MFA of the arguments of `forward`."""
@@ -260,6 +261,14 @@ class Converted(nn.Module):
 
 
 # Inside ------------------------------------------------------------------------------------------------------------
+
+
+def _submodule(network: nn.Module, name: str) -> nn.Module:
+    """`network.get_submodule(name)`, which takes its time for questions that have been answered at the conversion."""
+    module: nn.Module | None = network
+    for part in name.split(".") if name else ():
+        module = None if module is None else module._modules.get(part)
+    return network.get_submodule(name) if module is None else module
 
 
 def _in_type_of(weight: Tensor | None, x: Tensor) -> Tensor:

@@ -130,7 +130,10 @@ class MisConv2d(nn.Conv2d):
 
     def __getattr__(self, name: str) -> Any:
         """A weight that `from_conv` has found parametrized is computed from its parameters at every look."""
-        parametrizations = self.__dict__.get("_modules", {}).get("parametrizations")
+        modules = self.__dict__.get("_modules", {})
+        if name in modules:  # the normalization or the activation, before every call
+            return modules[name]
+        parametrizations = modules.get("parametrizations")
         if parametrizations is not None and name in parametrizations:
             return parametrizations[name]()
         return super().__getattr__(name)

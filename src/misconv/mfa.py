@@ -24,6 +24,7 @@ from misconv._checks import (
     check_size,
     describe,
     generator_device,
+    readable,
 )
 from misconv._math import NOISE_FLOOR, full_precision, log_prob, marginal_log_prob, score, wide_type
 from misconv._torch import assume_constant, in_transform, pytree
@@ -203,8 +204,13 @@ class MFA:
 
     def _scored(self, x: Tensor, where: Tensor | None) -> tuple[Any, ...]:
         """What a log density is computed from, checked."""
-        scored = self._check_pixels(x, where, "where")
-        return (*self._parameters(), x, None if where is None else scored, self.observed)
+        if where is not None:
+            where = self._check_pixels(x, where, "where")
+        else:
+            self._check_images(x)
+            if readable(x):
+                check_seen_finite("x", x, torch.ones_like(x, dtype=torch.bool))
+        return (*self._parameters(), x, where, self.observed)
 
     def condition(self, x: Tensor, observed: Tensor) -> MFA:
         """The MFA given the observed pixels, which become exact; the weights are updated by Bayes' rule.
@@ -365,26 +371,28 @@ class MFA:
 
     def _check_pixels(self, x: Tensor, chosen: Tensor | None, name: str) -> Tensor:
         """Check images against this MFA, and the choice of their pixels; the choice as bool."""
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise TypeError(f"x must be a floating-point image, got {describe(x)}")
-        if x.layout != torch.strided or x.is_nested:
-            raise TypeError("x must be a dense tensor, got a sparse or nested one")
-        if x.shape != self.shape or x.dtype != self.dtype or x.device != self.device:
-            raise ValueError(
-                f"x must have the shape {tuple(self.shape)}, dtype {self.dtype} and device {self.device} of the MFA, "
-                f"got {describe(x)}"
-            )
-        if chosen is not None:
-            chosen = check_observed(name, chosen, x)
-        elif name == "where":
-            chosen = torch.ones_like(x, dtype=torch.bool)
-        else:
+        self._check_images(x)
+        if chosen is None:
             raise TypeError(
                 f"{name} must be a bool tensor, True where the pixel was seen, got None; for complete images it is "
                 "torch.ones_like(x, dtype=torch.bool)"
             )
+        chosen = check_observed(name, chosen, x)
         check_seen_finite("x", x, chosen)
         return chosen
+
+    def _check_images(self, x: Tensor) -> None:
+        """Images that fit this MFA."""
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise TypeError(f"x must be a floating-point image, got {describe(x)}")
+        if x.layout != torch.strided or x.is_nested:
+            raise TypeError("x must be a dense tensor, got a sparse or nested one")
+        means = self.means
+        if x.shape != self.shape or x.dtype != means.dtype or x.device != means.device:
+            raise ValueError(
+                f"x must have the shape {tuple(self.shape)}, dtype {self.dtype} and device {self.device} of the MFA, "
+                f"got {describe(x)}"
+            )
 
     def _fused(self, x: Tensor, *, gradients: bool = True) -> bool:
         """Whether Triton's kernels serve: on a GPU, for ordinary tensors or in a graph; some have no gradients."""

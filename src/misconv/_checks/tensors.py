@@ -187,7 +187,10 @@ def check_index(name: str, value: int, size: int) -> int:
 
 def check_pair(name: str, value: object, *, least: int = 1) -> tuple[int, int]:
     """The stride, dilation, padding or kernel size of a convolution, (rows, columns): an integer, or a pair of them."""
-    if type(value) is tuple and len(value) == 2:  # as modules hold it: before every layer, so it is worth the words
+    # Before every layer, so it is worth the words: as functions take it, and as modules hold it.
+    if type(value) is int and least <= value < 2**31:
+        return value, value
+    if type(value) is tuple and len(value) == 2:
         first, second = value
         if type(first) is int and type(second) is int and least <= first < 2**31 and least <= second < 2**31:
             return first, second

@@ -37,13 +37,14 @@ def respond(p: MFA, conv: Convolution, norm: Affine | None, activation: Activati
     check_mfa(p)
     check_geometry(*conv.geometry)
     if p.means.is_cuda and HAS_TRITON and not is_plain():
-        from misconv._triton import fixed_response  # takes its time to import, and may not be there
-        from misconv._triton import respond as fused_response
-
         if norm is not None and norm.statistics is not None:
+            from misconv._triton import fixed_response  # takes its time to import, and may not be there
+
             response = fixed_response(p, conv, norm.statistics, activation)
             if response is not None:
                 return response
+        from misconv._triton import respond as fused_response
+
         # The kernels look at shapes and types themselves: a check of every argument would cost more than a launch.
         fused = fused_response(p, conv, norm, activation, plain_path(conv, activation))
         if fused is not None:

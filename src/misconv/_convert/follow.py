@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -26,9 +26,18 @@ from misconv._convert.follow_image import (
     works_in_place,
 )
 from misconv._convert.image import Image
-from misconv._convert.stem import ALIASES, POINTWISE, Response, batch_norm, build_activation, convolve, operate
-from misconv._convert.tracker import Done, Tracker, among, has_tensor, substituted, tensors_in
-from misconv._math import Activation
+from misconv._convert.stem import (
+    ALIASES,
+    POINTWISE,
+    WITHOUT_NUMBERS,
+    Response,
+    batch_norm,
+    build_activation,
+    convolve,
+    operate,
+)
+from misconv._convert.tracker import Done, Tracker, among, has_tensor, substituted
+from misconv._math import ACTIVATIONS, Activation
 from misconv._torch import first_of
 
 __all__ = ["SyncBatchNorm", "answer", "mark"]
@@ -36,7 +45,7 @@ __all__ = ["SyncBatchNorm", "answer", "mark"]
 
 def answer(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a function returns that may read stand-ins."""
-    records = [(tensor, tracker.record(tensor)) for tensor in tensors_in((args, kwargs))]
+    records = tracker.records_in(args, kwargs)
     done = [(tensor, record.result) for tensor, record in records if isinstance(record, Done)]
     if done:
         args, kwargs = substituted((args, kwargs), lambda tensor: _or_else(among(done, tensor), tensor))
@@ -122,14 +131,14 @@ def _answer_response(
     tracker: Tracker, tensor: Tensor, response: Response, func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     name = plain_name(func)
-    operands, _ = operands_of(args, kwargs)
-    first = operands[0] if operands else None
+    first = args[0] if args else kwargs.get("input", kwargs.get("self"))
     response = _recorded(tracker, tensor, response)
     if first is tensor and name in ALIASES and (name != "detach" or by_checkpoint()):
         return _alias(tracker, tensor, response, func, args, kwargs)
-    step = _step(tracker, tensor, response, func, args, kwargs)
+    is_norm = first is tensor and func in (F.batch_norm, sync_batch_norm)
+    step = (_normalized if is_norm else _scaled)(tracker, tensor, response, func, args, kwargs)
     if step is not None:
-        tracker.note(response, name, "norm" if func in (F.batch_norm, sync_batch_norm) else "affine", result=step)
+        tracker.note(response, name, "norm" if is_norm else "affine", result=step)
         in_place = tensor if works_in_place(func, args, kwargs) else None
         return _proceed(tracker, in_place, step, lambda: tracker.call(func, args, kwargs))
     if first is tensor and name in POINTWISE and _is_activation(tracker, name):
@@ -156,20 +165,27 @@ def _recorded(tracker: Tracker, tensor: Tensor, response: Response) -> Response:
     )
 
 
-def _step(
+def _normalized(
+    tracker: Tracker, tensor: Tensor, response: Response, func: Any, args: Any, kwargs: dict[str, Any]
+) -> Response:
+    """The response after a normalization."""
+    kwargs = {key: value for key, value in kwargs.items() if key != "input"}
+    stem = tracker.stem
+    # Nobody else may want to see what lies between a normalization and its activation.
+    delay = func is F.batch_norm and stem is not None and not stem.kept and tracker.table is None
+    return batch_norm(response, *args[1:], **kwargs, delay=delay and tracker.outputs is None)
+
+
+def _scaled(
     tracker: Tracker, tensor: Tensor, response: Response, func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Response | None:
-    """The response after a normalization or arithmetic per channel; None where the function is something else."""
+    """The response after arithmetic per channel; None where the function is something else."""
     name = plain_name(func)
+    if name not in _image.ARITHMETIC:
+        return None
     operands, rest = operands_of(args, kwargs)
-    if func in (F.batch_norm, sync_batch_norm) and operands[0] is tensor:
-        kwargs = {key: value for key, value in kwargs.items() if key != "input"}
-        stem = tracker.stem
-        # Nobody else may want to see what lies between a normalization and its activation.
-        delay = func is F.batch_norm and stem is not None and not stem.kept and tracker.table is None
-        return batch_norm(response, *args[1:], **kwargs, delay=delay and tracker.outputs is None)
     places = [place for place, operand in enumerate(operands) if operand is tensor]
-    if name in _image.ARITHMETIC and len(places) == 1 and "out" not in rest:
+    if len(places) == 1 and "out" not in rest:
         return operate(response, func, name, operands, places[0], rest)
     return None
 
@@ -245,13 +261,18 @@ def _stand_in(tracker: Tracker, response: Response) -> Tensor:
     eager = tracker.table is None
     number, device = 0.0 if named else torch.nan, weight.device
     if eager:
-        value = _number(number, dtype, device, torch.is_inference_mode_enabled())
+        value = _repeated(convolution.size, number, dtype, device, torch.is_inference_mode_enabled())
     else:
-        value = torch.full((), number, dtype=dtype, device=device)
+        value = torch.full((), number, dtype=dtype, device=device).expand(convolution.size)
     parts = (weight, convolution.conv.bias, convolution.p.means)
     if eager and torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts):
         value = value.detach().requires_grad_()  # as the response would, which matters to activation checkpoints
-    return value.expand(convolution.size).clone() if named else value.expand(convolution.size)
+    return value.clone() if named else value
+
+
+@lru_cache(256)
+def _repeated(size: tuple[int, ...], *number: Any) -> Tensor:
+    return _number(*number).expand(size)
 
 
 @cache
@@ -290,11 +311,13 @@ def _activate(tracker: Tracker, tensor: Tensor, response: Response, func: Any, a
 
 def _called_activation(tracker: Tracker, name: str, args: Any, kwargs: dict[str, Any]) -> Activation:
     """The activation with the arguments of this call: they may depend on the mode that the network is in."""
+    # The one found at conversion, where it is the same: while torch compiles, modules had better be old ones.
+    known, alone = tracker.activation, len(args) == 1 and not set(kwargs) - {"inplace"}
+    if known is not None and alone and name in WITHOUT_NUMBERS and type(known) is ACTIVATIONS[name]:
+        return known  # without a module that is made to be compared
     called = build_activation(name, args, kwargs)
     if called is None:
         raise RuntimeError(f"the network calls {name}() as it did not when it was converted; convert it again")
-    # The one found at conversion, where it is the same: while torch compiles, modules had better be old ones.
-    known = tracker.activation
     # (Compared without `repr` of a module, which torch 2.8 cannot compile.)
     if known is not None and type(known) is type(called) and known.extra_repr() == called.extra_repr():
         return known

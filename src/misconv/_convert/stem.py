@@ -38,13 +38,26 @@ from misconv._convert.image import Image, Selection
 from misconv._math import ACTIVATIONS, Activation
 from misconv.mfa import MFA
 
-__all__ = ["ALIASES", "POINTWISE", "Response", "Stem", "batch_norm", "build_activation", "convolve", "operate"]
+__all__ = [
+    "ALIASES",
+    "POINTWISE",
+    "WITHOUT_NUMBERS",
+    "Response",
+    "Stem",
+    "batch_norm",
+    "build_activation",
+    "convolve",
+    "operate",
+]
 
 # They return the same values in another object, perhaps in another type or layout.
 ALIASES = {"clone", "contiguous", "float", "double", "half", "bfloat16", "to", "type", "type_as", "detach", "view_as"}
 
 # Pointwise functions that torch has by these names.
 POINTWISE = ACTIVATIONS.keys() - {"gelu_tanh", "identity"}
+
+# Of these the modules have no arguments, but for one that says whether they work in place.
+WITHOUT_NUMBERS = {"hardsigmoid", "hardswish", "mish", "relu", "relu6", "selu", "sigmoid", "silu", "tanh"}
 
 
 @dataclass(frozen=True)
@@ -85,14 +98,10 @@ class ConvolvedImage:
 
     p: MFA
     conv: Convolution
+    size: tuple[int, ...]  # of the response, (B, O, H', W')
     distinct: tuple[MFA, Convolution] | None = None
     channels_last: bool = False  # the layout in which the network would have its response
     with_gradients: bool = True  # whether it was computed where gradients are recorded
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        """(B, O, H', W')."""
-        return (len(self.p), self.conv.weight.shape[0], *self.conv.size(self.p.shape[-2:]))
 
     def detached(self) -> ConvolvedImage:
         """The same without gradients."""
@@ -142,15 +151,16 @@ def convolve(
         distinct = around, Convolution(summed, None, stride, padding, dilation, 1, mode)
     last = _is_channels_last(values) or _is_channels_last(weight)
     conv = Convolution(weight, bias, stride, padding, dilation, groups, mode)
-    return ConvolvedImage(made, conv, distinct, last, torch.is_grad_enabled())
+    size = (len(made), weight.shape[0], *conv.size(made.means.shape[-2:]))
+    return ConvolvedImage(made, conv, size, distinct, last, torch.is_grad_enabled())
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
     """Whether torch takes the strides of (N, C, H, W) for channels_last, as it does also where C, H or W is 1."""
-    least = 0
+    least, strides, shape = 0, tensor.stride(), tensor.shape
     for axis in (1, 3, 2, 0):
-        stride, size = tensor.stride(axis), tensor.shape[axis]
-        if size == 0 or stride == 0 or stride < least or (axis == 0 and least == tensor.stride(1)):
+        stride, size = strides[axis], shape[axis]
+        if size == 0 or stride == 0 or stride < least or (axis == 0 and least == strides[1]):
             return False
         least = stride * size
     return True
@@ -220,7 +230,7 @@ class Response:
         if self.moments is not None:
             return replace(self, moments=normalized(step, *self.moments), steps=self.steps + 1)
         norm = step if self.norm is None else _composed(self.norm, step)
-        return replace(self, norm=norm, steps=self.steps + 1)
+        return Response(self.convolution, norm, steps=self.steps + 1)
 
     def expect(self, activation: Activation) -> Tensor:
         """The expected activation (B, O, H', W')."""
@@ -266,12 +276,12 @@ def batch_norm(
     """
     if not training and running_mean is not None and running_var is not None:
         return response.then(fixed_batch_norm(running_mean, running_var, weight, bias, eps))
-    response = replace(response.settled(), steps=response.steps + 1)
+    response, steps = response.settled(), response.steps + 1
     norm = BatchNorm(weight, bias, running_mean, running_var, None, momentum, eps)
     simple = response.norm is None and response.moments is None and response.convolution.distinct is None
     if delay and simple and training:
-        return replace(response, delayed=DelayedBatchNorm(norm))
-    return _normalize(response, norm, process_group)
+        return Response(response.convolution, delayed=DelayedBatchNorm(norm), steps=steps)
+    return _normalize(replace(response, steps=steps), norm, process_group)
 
 
 def _normalize(response: Response, norm: BatchNorm, process_group: Any = None) -> Response:

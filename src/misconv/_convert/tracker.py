@@ -25,7 +25,7 @@ from misconv._convert.stem import Response, Stem
 from misconv._torch import DisableTorchFunctionSubclass, first_of, pytree
 from misconv.mfa import MFA
 
-__all__ = ["Done", "Read", "Record", "Tracked", "Tracker", "among", "has_tensor", "substituted", "tensors_in"]
+__all__ = ["Done", "Read", "Record", "Tracked", "Tracker", "among", "has_tensor", "substituted"]
 
 
 @dataclass(eq=False)
@@ -57,11 +57,14 @@ class Read:
         return f"{called} in {self.where or 'forward'!r}"
 
 
+_DIM = Tensor.dim
+
+
 class Tracked(Tensor):
     """A tensor that stands for something else: its record says for what."""
 
     tracker: Tracker
-    record: Record | None
+    record: Record | None = None
 
     @classmethod
     def __torch_function__(
@@ -69,9 +72,12 @@ class Tracked(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         # Every normalization asks for the number of dimensions, which is that of the stand-in.
-        for tensor in () if func is Tensor.dim else tensors_in((args, kwargs)):
-            if type(tensor) is Tracked and getattr(tensor, "record", None) is not None:
-                return tensor.tracker.answer(tensor.tracker, func, args, kwargs)
+        if func is not _DIM:
+            first = args[0] if args else None  # who it is as a rule
+            tracked = [first] if type(first) is Tracked and first.record is not None else _tracked_in((args, kwargs))
+            if tracked:
+                tracker = tracked[0].tracker
+                return tracker.answer(tracker, func, args, kwargs)
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -132,6 +138,8 @@ class Tracker:
 
     def finish(self, result: Any) -> Any:
         """What the network returns, without records."""
+        if self.table is None and type(result) is Tensor:
+            return result
 
         def plain(leaf: Any) -> Any:
             record = self.record(leaf)
@@ -169,7 +177,13 @@ class Tracker:
         """What a tensor stands for; None where it stands for itself."""
         if self.table is not None:
             return first_of(record for known, record in self.table if known is tensor)
-        return getattr(tensor, "record", None) if type(tensor) is Tracked else None
+        return tensor.record if type(tensor) is Tracked else None
+
+    def records_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, Record | None]]:
+        """The tensors among the arguments of a function that may stand for something, and what they stand for."""
+        if self.table is None:
+            return [(tensor, tensor.record) for tensor in _tracked_in((args, kwargs))]
+        return [(tensor, self.record(tensor)) for tensor in _tensors_in((args, kwargs))]
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """The function itself."""
@@ -234,15 +248,29 @@ def among(pairs: Sequence[tuple[Tensor, Any]], tensor: object) -> Any:
 
 # Nested arguments ----------------------------------------------------------------------------------------------------
 
+_NESTED = (tuple, list, dict)
 
-def tensors_in(value: tuple[Any, ...] | list[Any] | dict[Any, Any]) -> list[Tensor]:
+
+def _tracked_in(value: tuple[Any, ...] | list[Any] | dict[Any, Any]) -> list[Tracked]:
+    """The tensors with a record among nested arguments."""
+    found: list[Tracked] = []
+    for item in value.values() if isinstance(value, dict) else value:
+        if type(item) is Tracked:
+            if item.record is not None:
+                found.append(item)
+        elif isinstance(item, _NESTED) and item:
+            found += _tracked_in(item)
+    return found
+
+
+def _tensors_in(value: tuple[Any, ...] | list[Any] | dict[Any, Any]) -> list[Tensor]:
     """All tensors among nested arguments. It runs before every function, so it makes few lists."""
     found: list[Tensor] = []
     for item in value.values() if isinstance(value, dict) else value:
         if isinstance(item, Tensor):
             found.append(item)
-        elif isinstance(item, (tuple, list, dict)) and item:
-            found += tensors_in(item)
+        elif isinstance(item, _NESTED) and item:
+            found += _tensors_in(item)
     return found
 
 
