@@ -52,7 +52,7 @@ def test_rows_of_another_density_are_left_out(tool: dict[str, Any], tmp_path: Pa
     # MFA imputation of the old density beside MisConv of the new one would be compared with it.
     old = [record("mask", 0), record("mfa", 0, "old"), record("misconv", 0, "old")]
     results, table = files(tool, tmp_path, old, [record("misconv", 0, "new")])
-    assert tool["merge"]([table], results) == ["svhn-recipe.json: 2 records, without mfa of another density"]
+    assert tool["merge"]([table], results) == ["svhn-recipe.json: 2 records, without mfa of another recipe"]
     assert tool["read"](results / "svhn-recipe.json") == [old[0], record("misconv", 0, "new")]
 
 
@@ -61,6 +61,13 @@ def test_records_without_a_density_leave_all_others(tool: dict[str, Any], tmp_pa
     results, table = files(tool, tmp_path, old, [record("zero", 0)])
     tool["merge"]([table], results)
     assert tool["read"](results / "svhn-recipe.json") == [*old, record("zero", 0)]
+
+
+def test_rows_of_a_quick_run_are_not_mixed_with_others(tool: dict[str, Any], tmp_path: Path) -> None:
+    quick = record("zero", 0)
+    quick["settings"]["recipe"]["epochs"] = 1
+    results, table = files(tool, tmp_path, [quick], [record("mask", 0)])
+    assert tool["merge"]([table], results) == ["svhn-recipe.json: 1 records, without zero of another recipe"]
 
 
 def test_ingredients_may_have_densities_of_their_own(tool: dict[str, Any], tmp_path: Path) -> None:

@@ -4,9 +4,9 @@
     python tools/records.py seed misconv-paper [--results results/paper]
 
 A machine may be lent for minutes, and its folder of finished work is gone afterwards. What came back of it is merged:
-a new record replaces that of the same row, seed and region. Rows of one table are compared with each other, so all that
-have a density have the same one: records of another are left out, and told. A folder that was seeded does not train
-again what its settings have not changed.
+a new record replaces that of the same row, seed and region. Rows of one table are compared with each other, so all have
+the same images and epochs, and those that have a density the same one: records of others are left out, and told. A
+folder that was seeded does not train again what its settings have not changed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FILES = {
     "wae": "generation",
     "flow_matching": "generation",
 }
-ONE_DENSITY = ("recipe", "transfer", "share")  # the kinds whose rows differ by anything but the density
+ONE_RECIPE = ("recipe", "transfer", "share")  # the kinds whose rows differ by how missing pixels are treated alone
 PARTS = ("kind", "dataset", "shape", "method", "seed", "variant", "share", "coding", "objective")  # of a row
 SEEDED = ("recipe", "transfer", "share")  # the kinds that are in a folder as they are in results/paper
 
@@ -68,15 +68,23 @@ def density_of(record: Record) -> str | None:
     return None if found is None else json.dumps(found, sort_keys=True)
 
 
+def basis_of(record: Record) -> tuple[Any, ...]:
+    """The images and epochs of a row; a quick run has few of both."""
+    settings = record.get("settings", {})
+    return settings.get("crc32"), settings.get("recipe", {}).get("epochs")
+
+
 def merged(old: Sequence[Record], new: Sequence[Record]) -> tuple[list[Record], list[Record]]:
-    """All records of one file, in the order of the old ones, and those that were left out for their density."""
+    """All records of one file, in the order of the old ones, and those that were left out: of another recipe."""
     by_row = {row_of(record): record for record in [*old, *new]}
-    densities = {(r["kind"], density_of(r)) for r in new if density_of(r) is not None and r["kind"] in ONE_DENSITY}
-    kinds = {kind for kind, _ in densities}
+    bases = {basis_of(record) for record in new}
+    densities = {density_of(record) for record in new} - {None}
 
     def fits(record: Record) -> bool:
+        if record["kind"] not in ONE_RECIPE:
+            return True
         density = density_of(record)
-        return density is None or record["kind"] not in kinds or (record["kind"], density) in densities
+        return basis_of(record) in bases and (density is None or not densities or density in densities)
 
     found = list(by_row.values())
     return [record for record in found if fits(record)], [record for record in found if not fits(record)]
@@ -96,7 +104,7 @@ def merge(paths: Iterable[Path], results: Path) -> list[str]:
         kept, left_out = merged(old, new)
         write(results / name, kept)
         rows = sorted({str(record["method"]) for record in left_out})
-        told.append(f"{name}: {len(kept)} records" + (f", without {', '.join(rows)} of another density" * bool(rows)))
+        told.append(f"{name}: {len(kept)} records" + (f", without {', '.join(rows)} of another recipe" * bool(rows)))
     return told
 
 
