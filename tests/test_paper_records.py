@@ -70,6 +70,20 @@ def test_rows_of_a_quick_run_are_not_mixed_with_others(tool: dict[str, Any], tmp
     assert tool["merge"]([table], results) == ["svhn-recipe.json: 1 records, without zero of another recipe"]
 
 
+def test_new_rows_of_two_densities_are_refused(tool: dict[str, Any], tmp_path: Path) -> None:
+    results, table = files(tool, tmp_path, [], [record("mfa", 0, "old"), record("misconv", 0, "new")])
+    with pytest.raises(SystemExit, match=r"must have one density, got 2 of svhn \(recipe\)"):
+        tool["merge"]([table], results)
+
+
+def test_units_of_a_table_that_was_not_finished(tool: dict[str, Any], tmp_path: Path) -> None:
+    unit = record("mask", 0)
+    Cache(tmp_path / "cache").keep(unit["settings"], unit)
+    found = list((tmp_path / "cache" / "records").glob("*.json"))
+    assert tool["merge"](found, tmp_path) == ["svhn-recipe.json: 1 records"]
+    assert tool["read"](tmp_path / "svhn-recipe.json") == [unit]
+
+
 def test_ingredients_may_have_densities_of_their_own(tool: dict[str, Any], tmp_path: Path) -> None:
     new = [record("misconv", 0, density, "ingredient", variant=density) for density in ("whole", "components")]
     results, table = files(tool, tmp_path, [], new)

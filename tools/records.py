@@ -41,9 +41,10 @@ SEEDED = ("recipe", "transfer", "share")  # the kinds that are in a folder as th
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a file."""
+    """The records of a file; or the one of a unit, in the folder `records` of a table that was not finished."""
     try:
-        listed = json.loads(path.read_text(encoding="utf-8"))["records"]
+        content = json.loads(path.read_text(encoding="utf-8"))
+        listed = [content["record"]] if "record" in content else content["records"]
         found = [record for record in listed if isinstance(record["kind"], str)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(f"{path} must be a file of records, which misconv table writes: {error}") from error
@@ -78,7 +79,10 @@ def merged(old: Sequence[Record], new: Sequence[Record]) -> tuple[list[Record], 
     """All records of one file, in the order of the old ones, and those that were left out: of another recipe."""
     by_row = {row_of(record): record for record in [*old, *new]}
     bases = {basis_of(record) for record in new}
-    densities = {density_of(record) for record in new} - {None}
+    densities = {density_of(record) for record in new if record["kind"] in ONE_RECIPE} - {None}
+    if len(densities) > 1:
+        places = ", ".join(sorted({f"{record['dataset']} ({record['kind']})" for record in new}))
+        raise SystemExit(f"records that are merged must have one density, got {len(densities)} of {places}")
 
     def fits(record: Record) -> bool:
         if record["kind"] not in ONE_RECIPE:
