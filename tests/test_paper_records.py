@@ -1,0 +1,122 @@
+"""Records that come back from a machine, and those that a folder of `misconv table` is given."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from misconv.paper.cache import Cache
+from misconv.paper.scores import Record
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "results" / "paper"
+
+
+@pytest.fixture(scope="module")
+def tool() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "tools" / "records.py"))
+
+
+def record(method: str, seed: int, density: str | None = None, kind: str = "recipe", **more: Any) -> Record:
+    recipe = {"epochs": 40} if density is None else {"epochs": 40, "density": {"objective": density}}
+    settings = {"dataset": "svhn", "method": method, "seed": seed, "recipe": recipe}
+    where = {"dataset": "svhn", "title": "SVHN", "shape": "square", "device": "a device"}
+    names = ("accuracy_incomplete", "accuracy_complete", "accuracy_validation", "nll", "ece", "abstention")
+    numbers = dict.fromkeys(names, 0.5) | {"epoch": 1, "epochs": 40, "seconds": 1.0}
+    return {"kind": kind, **where, "method": method, "seed": seed, **numbers, "settings": settings, **more}
+
+
+def files(tool: dict[str, Any], folder: Path, old: list[Record], new: list[Record]) -> tuple[Path, Path]:
+    results = folder / "results"
+    results.mkdir()
+    if old:
+        tool["write"](results / "svhn-recipe.json", old)
+    tool["write"](folder / "table-B-svhn.json", new)
+    return results, folder / "table-B-svhn.json"
+
+
+def test_a_new_record_replaces_that_of_its_row(tool: dict[str, Any], tmp_path: Path) -> None:
+    old = [record("mask", seed) for seed in range(2)]
+    new = [record("mask", 1, seconds=9.0), record("zero", 0)]
+    results, table = files(tool, tmp_path, old, new)
+    assert tool["merge"]([table], results) == ["svhn-recipe.json: 3 records"]
+    assert tool["read"](results / "svhn-recipe.json") == [old[0], *new]
+    assert tool["merge"]([table], results) == ["svhn-recipe.json: 3 records"]  # again, and nothing changes
+
+
+def test_rows_of_another_density_are_left_out(tool: dict[str, Any], tmp_path: Path) -> None:
+    # MFA imputation of the old density beside MisConv of the new one would be compared with it.
+    old = [record("mask", 0), record("mfa", 0, "old"), record("misconv", 0, "old")]
+    results, table = files(tool, tmp_path, old, [record("misconv", 0, "new")])
+    assert tool["merge"]([table], results) == ["svhn-recipe.json: 2 records, without mfa of another recipe"]
+    assert tool["read"](results / "svhn-recipe.json") == [old[0], record("misconv", 0, "new")]
+
+
+def test_records_without_a_density_leave_all_others(tool: dict[str, Any], tmp_path: Path) -> None:
+    old = [record("mfa", 0, "old"), record("misconv", 0, "old")]
+    results, table = files(tool, tmp_path, old, [record("zero", 0)])
+    tool["merge"]([table], results)
+    assert tool["read"](results / "svhn-recipe.json") == [*old, record("zero", 0)]
+
+
+def test_rows_of_a_quick_run_are_not_mixed_with_others(tool: dict[str, Any], tmp_path: Path) -> None:
+    quick = record("zero", 0)
+    quick["settings"]["recipe"]["epochs"] = 1
+    results, table = files(tool, tmp_path, [quick], [record("mask", 0)])
+    assert tool["merge"]([table], results) == ["svhn-recipe.json: 1 records, without zero of another recipe"]
+
+
+def test_new_rows_of_two_densities_are_refused(tool: dict[str, Any], tmp_path: Path) -> None:
+    results, table = files(tool, tmp_path, [], [record("mfa", 0, "old"), record("misconv", 0, "new")])
+    with pytest.raises(SystemExit, match=r"must have one density, got 2 of svhn \(recipe\)"):
+        tool["merge"]([table], results)
+
+
+def test_units_of_a_table_that_was_not_finished(tool: dict[str, Any], tmp_path: Path) -> None:
+    unit = record("mask", 0)
+    Cache(tmp_path / "cache").keep(unit["settings"], unit)
+    found = list((tmp_path / "cache" / "records").glob("*.json"))
+    assert tool["merge"](found, tmp_path) == ["svhn-recipe.json: 1 records"]
+    assert tool["read"](tmp_path / "svhn-recipe.json") == [unit]
+
+
+def test_ingredients_may_have_densities_of_their_own(tool: dict[str, Any], tmp_path: Path) -> None:
+    new = [record("misconv", 0, density, "ingredient", variant=density) for density in ("whole", "components")]
+    results, table = files(tool, tmp_path, [], new)
+    assert tool["merge"]([table], results) == ["svhn-ingredients.json: 2 records"]
+
+
+def test_what_is_no_file_of_records_is_refused(tool: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("[1, 2]")
+    with pytest.raises(SystemExit, match=r"other\.json must be a file of records"):
+        tool["merge"]([tmp_path / "other.json"], tmp_path)
+    tool["write"](tmp_path / "table-1.json", [record("zero", 0, kind="classification")])
+    with pytest.raises(SystemExit, match="must hold records of recipe, transfer, .* got 'classification'"):
+        tool["merge"]([tmp_path / "table-1.json"], tmp_path)
+
+
+def test_a_seeded_folder_knows_what_is_there(tool: dict[str, Any], tmp_path: Path) -> None:
+    known = [record("mask", 0), record("misconv", 0, "whole", "ingredient", variant="whole")]
+    results, _ = files(tool, tmp_path, known, known)
+    tool["main"](["--results", str(results), "seed", str(tmp_path / "cache")])
+    cache = Cache(tmp_path / "cache")
+    assert cache.get(known[0]["settings"], "recipe") == known[0]
+    assert cache.get(known[1]["settings"]) is None  # a variant of the recipe stands there as a row of it
+
+
+def test_what_is_merged_is_read_by_the_page(tool: dict[str, Any], tmp_path: Path) -> None:
+    results, table = files(tool, tmp_path, [], [record("mask", 0), record("misconv", 0, "new")])
+    tool["main"](["--results", str(results), "merge", str(table)])
+    read = runpy.run_path(str(ROOT / "tools" / "results.py"))["read"](results)
+    assert [each["method"] for each in read["svhn-recipe.json"]] == ["mask", "misconv"]
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: str(path.name))
+def test_written_as_the_others_are(tool: dict[str, Any], path: Path, tmp_path: Path) -> None:
+    tool["write"](tmp_path / "again.json", tool["read"](path))
+    assert (tmp_path / "again.json").read_text(encoding="utf-8") == path.read_text(encoding="utf-8")
+    assert json.loads(path.read_text(encoding="utf-8")).keys() == {"records"}

@@ -1,0 +1,141 @@
+"""Take the records of `misconv table` into `results/paper`, and give a folder of `misconv table` those that are there.
+
+    python tools/records.py merge misconv-paper/table-B-svhn.json … [--results results/paper]
+    python tools/records.py seed misconv-paper [--results results/paper]
+
+A machine may be lent for minutes, and its folder of finished work is gone afterwards. What came back of it is merged:
+a new record replaces that of the same row, seed and region. Rows of one table are compared with each other, so all have
+the same images and epochs, and those that have a density the same one: records of others are left out, and told. A
+folder that was seeded does not train again what its settings have not changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from misconv import store
+from misconv.paper.cache import Cache
+from misconv.paper.scores import Record
+
+ROOT = Path(__file__).parent.parent
+
+# The file of each kind of records, after the name of the data set.
+FILES = {
+    "recipe": "recipe",
+    "transfer": "transfer",
+    "share": "shares",
+    "ingredient": "ingredients",
+    "coding": "coding",
+    "slanted": "slanted",
+    "objective": "objectives",
+    "wae": "generation",
+    "flow_matching": "generation",
+}
+ONE_RECIPE = ("recipe", "transfer", "share")  # the kinds whose rows differ by how missing pixels are treated alone
+PARTS = ("kind", "dataset", "shape", "method", "seed", "variant", "share", "coding", "objective")  # of a row
+SEEDED = ("recipe", "transfer", "share")  # the kinds that are in a folder as they are in results/paper
+
+
+def read(path: Path) -> list[Record]:
+    """The records of a file; or the one of a unit, in the folder `records` of a table that was not finished."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        listed = [content["record"]] if "record" in content else content["records"]
+        found = [record for record in listed if isinstance(record["kind"], str)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"{path} must be a file of records, which misconv table writes: {error}") from error
+    return found
+
+
+def write(path: Path, records: Sequence[Record]) -> None:
+    """One record to a line."""
+    lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in records)
+    store.write_bytes(path, f'{{"records": [\n{lines}\n]}}\n'.encode())
+
+
+def row_of(record: Record) -> tuple[Any, ...]:
+    """What a record is about; two of the same do not stand in one table."""
+    return tuple(record.get(part) for part in PARTS)
+
+
+def density_of(record: Record) -> str | None:
+    """The settings of its density, if it has one."""
+    settings = record.get("settings", {})
+    found = settings.get("recipe", {}).get("density") or settings.get("density")
+    return None if found is None else json.dumps(found, sort_keys=True)
+
+
+def basis_of(record: Record) -> tuple[Any, ...]:
+    """The images and epochs of a row; a quick run has few of both."""
+    settings = record.get("settings", {})
+    return settings.get("crc32"), settings.get("recipe", {}).get("epochs")
+
+
+def merged(old: Sequence[Record], new: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+    """All records of one file, in the order of the old ones, and those that were left out: of another recipe."""
+    by_row = {row_of(record): record for record in [*old, *new]}
+    bases = {basis_of(record) for record in new}
+    densities = {density_of(record) for record in new if record["kind"] in ONE_RECIPE} - {None}
+    if len(densities) > 1:
+        places = ", ".join(sorted({f"{record['dataset']} ({record['kind']})" for record in new}))
+        raise SystemExit(f"records that are merged must have one density, got {len(densities)} of {places}")
+
+    def fits(record: Record) -> bool:
+        if record["kind"] not in ONE_RECIPE:
+            return True
+        density = density_of(record)
+        return basis_of(record) in bases and (density is None or not densities or density in densities)
+
+    found = list(by_row.values())
+    return [record for record in found if fits(record)], [record for record in found if not fits(record)]
+
+
+def merge(paths: Iterable[Path], results: Path) -> list[str]:
+    """Merge the records of some files; returns what was done, a line for every file that was written."""
+    by_file: dict[str, list[Record]] = {}
+    for path in paths:
+        for record in read(path):
+            if record["kind"] not in FILES:
+                raise SystemExit(f"{path} must hold records of {', '.join(FILES)}, got {record['kind']!r}")
+            by_file.setdefault(f"{record['dataset']}-{FILES[record['kind']]}.json", []).append(record)
+    told = []
+    for name, new in sorted(by_file.items()):
+        old = read(results / name) if (results / name).exists() else []
+        kept, left_out = merged(old, new)
+        write(results / name, kept)
+        rows = sorted({str(record["method"]) for record in left_out})
+        told.append(f"{name}: {len(kept)} records" + (f", without {', '.join(rows)} of another recipe" * bool(rows)))
+    return told
+
+
+def seed(folder: Path, results: Path) -> int:
+    """Put the records of units into a folder of `misconv table`; returns how many."""
+    cache, count = Cache(folder), 0
+    for path in sorted(results.glob("*.json")):
+        for record in read(path):
+            if record["kind"] in SEEDED:
+                cache.keep(record["settings"], record)
+                count += 1
+    return count
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Merge, or seed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--results", type=Path, default=ROOT / "results" / "paper")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("merge").add_argument("files", type=Path, nargs="+")
+    commands.add_parser("seed").add_argument("folder", type=Path)
+    options = parser.parse_args(arguments)
+    if options.command == "merge":
+        print("\n".join(merge(options.files, options.results)))
+    else:
+        print(f"{seed(options.folder, options.results)} records in {options.folder}")
+
+
+if __name__ == "__main__":
+    main()
