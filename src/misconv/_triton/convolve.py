@@ -70,7 +70,7 @@ def backward(
     Args:
         response: what `forward` returned, where it is still known.
     """
-    by_logits, by_means, by_factors, by_noise, by_weight, _ = needed
+    by_logits, by_means, by_factors, by_noise, by_weight, by_bias = needed
     mixed = by_logits and logits.shape[1] > 1
     work = plan.backward(
         grad.stride(),
@@ -95,17 +95,22 @@ def backward(
     if layout.turned:
         weights = weights.view(plan.settings.groups, layout.chunks, layout.places, -1)[:, :, : layout.chunk_taps]
         weights = weights.flatten(1, 2)[:, :taps].mT  # (G, O/G, T)
-    if mixed:  # the derivative of a softmax
-        shares = logits.double().softmax(-1)
-        sums = (shares * (sums - (shares * sums).sum(-1, keepdim=True))).to(logits.dtype)
-    elif by_logits:
-        sums = torch.zeros_like(logits)
     weights = weights.reshape(weight.shape)
-    found = [sums, *pixels, weights if weight.shape[3] == columns else weights[..., :columns], biases]
-    types = [means.dtype] * 4 + [weight.dtype, offset.dtype]
-    if any(kind != float32 for kind in types):
-        found = [t.to(kind) for t, kind in zip(found, types, strict=True)]
-    return tuple([t if need else None for t, need in zip(found, needed, strict=True)])
+    if weight.shape[3] != columns:
+        weights = weights[..., :columns]
+    if weight.dtype != float32:
+        weights = weights.to(weight.dtype)
+    if offset.dtype != float32:
+        biases = biases.to(offset.dtype)
+    found: list[Tensor | None] = [None] * 4
+    if any(needed[:4]):
+        if mixed:  # the derivative of a softmax
+            shares = logits.double().softmax(-1)
+            sums = shares * (sums - (shares * sums).sum(-1, keepdim=True))
+        elif by_logits:
+            sums = torch.zeros_like(logits)
+        found = [t.to(means.dtype) if need else None for t, need in zip((sums, *pixels), needed[:4], strict=True)]
+    return (*found, weights if by_weight else None, biases if by_bias else None)
 
 
 def backward_parameters(

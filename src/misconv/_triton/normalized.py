@@ -122,7 +122,10 @@ def _are_vectors(vectors: Sequence[Tensor | None], plan: Plan) -> bool:
     """Whether these have a number for each channel, where and as a kernel reads it."""
     given = [t for t in vectors if t is not None]
     shape, device = plan.weight[:1], plan.device
-    return is_ordinary(*given) and all(t.shape == shape and t.device == device and t.is_contiguous() for t in given)
+    for t in given:  # before every layer: a generator would take as long again
+        if t.shape != shape or t.device != device or not t.is_contiguous():
+            return False
+    return is_ordinary(*given)
 
 
 def _forward(
