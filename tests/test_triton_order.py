@@ -28,8 +28,11 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.fixture(autouse=True)
 def _few_tiles(monkeypatch: pytest.MonkeyPatch, small_work: None) -> None:  # noqa: F811
+    """Few tiles are ordered here, and complete ones have the size that they have in use."""
     monkeypatch.setattr(_plan, "_MANY_TILES", 1)
     monkeypatch.setattr(_plan, "_ORDERED", 16)
+    tiling = _plan._BACKWARD["paired", False]
+    monkeypatch.setitem(_plan._BACKWARD, ("paired", False), tiling._replace(pixels=64))
 
 
 @pytest.mark.parametrize("number", [1, 16, 45])
@@ -81,7 +84,7 @@ def problem(start: list[Tensor | None], observed: Tensor | None, dtype: torch.dt
 def test_gradients_are_those_of_the_plain_path(
     shape: dict[str, Any], options: dict[str, Any], channels_last: bool
 ) -> None:
-    image = (17, 22)  # tiles that end beyond the response, some complete and some not
+    image = (33, 42)  # tiles that end beyond the response, some complete and some not
     start, observed = layer(image=image, **shape)
     p, parameters = problem(start, observed, torch.bfloat16)
     if channels_last:

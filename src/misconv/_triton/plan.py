@@ -357,14 +357,15 @@ class Plan:
         rows, columns = spots.size(s.size)
         if rows * columns * spots.spot >= 2**31:
             return None
-        blocks, block_o = -(-rows * columns // _ARRANGED), min(max(power(out), 16), _MOST_CHANNELS)
+        blocks = -(-rows * columns // _ARRANGED)
         constants = (components, channels, *s.stride, *s.corner, spots.spot, power(spots.spot), _ARRANGED)
         arrange = Launch(arrange_kernel, self.device, (blocks, batch, 1), (*image, rows, columns, *constants))
-        across, down, parts = -(-s.size[1] // tile[1]), -(-s.size[0] // tile[0]), -(-out // block_o)
+        # Full blocks of channels, for the reason that `_tiles` gives.
+        across, down, parts = -(-s.size[1] // tile[1]), -(-s.size[0] // tile[0]), -(-out // _MOST_CHANNELS)
         programs = self._programs(_COMPLETE, batch * across * down, parts)
         arguments = (
             batch, *s.size, across, across * down, *strides, channels, *self.kernel(False), self.kernel(True)[1], out,
-            *s.stride, *spots, layout.chunks, layout.chunk_taps, layout.places, *tile, block_o,
+            *s.stride, *spots, layout.chunks, layout.chunk_taps, layout.places, *tile, _MOST_CHANNELS,
         )  # fmt: skip
         multiply = Launch(
             complete_kernel, self.device, (programs, parts, 1), arguments, num_stages=1, **_COMPLETE.options
