@@ -377,11 +377,15 @@ def test_table_b_says_how_far_misconv_is_ahead_and_what_is_not_measured() -> Non
     assert cells["MisConv"][0] == "**.810 ± .010**"
 
 
-def test_table_b_says_what_densities_it_has() -> None:
+@pytest.mark.parametrize(("letter", "kind"), [("A", "transfer"), ("B", "recipe"), ("C", "ingredient")])
+def test_tables_say_what_densities_they_have(letter: str, kind: str) -> None:
     density = {"widths": [8, 16], "depths": [1, 2], "patch": 2, "objective": "joint"}
-    settings = [{"recipe": {"density": {**density, "patch": patch}}} for patch in (2, 1)]
-    records = [r for s in settings for r in recorded("recipe", method="misconv", accuracy_incomplete=0.8, settings=s)]
-    notes = evidence.make_letter("B", records).notes
+    densities = [{**density, "patch": patch} for patch in (2, 1)]
+    settings = [{"density": each} if letter == "A" else {"recipe": {"density": each}} for each in densities]
+    about = {"method": "misconv", "accuracy_incomplete": 0.8, "epochs": 20}
+    about |= {"variant": "whole", "accuracy_validation": 0.8} if letter == "C" else {}
+    records = [r for s in settings for r in recorded(kind, **about, settings=s)]
+    notes = evidence.make_letter(letter, records).notes
     each = "8 to 16 channels in 3 blocks, patch {}, joint"
     assert f"Densities: SVHN (re-cropped) {each.format(1)} or {each.format(2)}." in notes
 

@@ -94,8 +94,9 @@ def _densities(records: Sequence[Record], datasets: Sequence[str]) -> list[str]:
     """How large the density of each data set is, and what it was trained by, if the records tell."""
     told = []
     for dataset in datasets:
-        recipes = [r.get("settings", {}).get("recipe", {}) for r in of(records, dataset=dataset)]
-        known = [recipe["density"] for recipe in recipes if "widths" in recipe.get("density", {})]
+        settings = [r.get("settings", {}) for r in of(records, dataset=dataset)]
+        named = [s.get("density") or s.get("recipe", {}).get("density") or {} for s in settings]
+        known = [density for density in named if "widths" in density]
         found = {(*d["widths"], sum(d["depths"]), d["patch"], d["objective"]) for d in known}
         each = [
             f"{min(widths)} to {max(widths)} channels in {blocks} blocks, patch {patch}, {objective}"
@@ -142,6 +143,7 @@ def transfer(records: Sequence[Record], datasets: Sequence[str] | None = None) -
             counts.append((f"{title}, {shape}", seed_count(found)))
             ahead += [(f"{title}, {shape}", each) for each in _against(found, ("misconv", "samples", "draws"), "mfa")]
     notes = [f"{over_seeds(counts)}. {_MEASURED}"] if counts else [NOT_YET]
+    notes += _densities(mine, datasets_of(mine, datasets))
     ahead = [(place, each) for place, each in ahead if each.p is not None]  # of one seed there is nothing to say
     corrected = holm([each for _, each in ahead])
     notes += [
@@ -227,7 +229,8 @@ def ingredients(records: Sequence[Record], datasets: Sequence[str] | None = None
             chosen = as_number(fmean(seen)) if seen else NOT_YET
             rows[name] += [chosen, NOT_YET if cell == NOTHING else cell, _points(ahead.get(name))]
     top = f"Accuracy on incomplete images. {over_seeds(counts)}." if counts else NOT_YET
-    notes = [f"{top} {HOLM}" if tested else top, *_trained(mine, datasets_of(mine, datasets))]
+    sets = datasets_of(mine, datasets)
+    notes = [f"{top} {HOLM}" if tested else top, *_trained(mine, sets), *_densities(mine, sets)]
     return Table("C", "What the ingredients of the recipe are worth", columns, list(rows.values()), notes)
 
 
