@@ -4,7 +4,7 @@ A tile with missing pixels costs many times what a complete one does, and missin
 has the most of such tiles takes a fifth to two fifths longer than the mean (squares of a quarter of 224×224 pixels,
 strides of 1 to 2), and all wait for it. So tiles are ordered first, those with missing pixels before the others, and
 then come round-robin: no program has more than one of either kind more than another. The order of equal tiles stays
-what it was, so that equal inputs give equal bits, which a queue would not.
+what it was, so that equal inputs give gradients of filters with equal bits; a queue would not do that.
 """
 
 from __future__ import annotations
