@@ -3,7 +3,7 @@
     python tools/records.py merge misconv-paper/table-B-svhn.json … [--results results/paper]
     python tools/records.py seed misconv-paper [--results results/paper]
 
-A machine may be lent for minutes, and its folder of finished work is gone afterwards. What came back of it is merged:
+A GPU is often rented, and its folder of finished work is gone afterwards. What was copied from it is merged:
 a new record replaces that of the same row, seed and region. Rows of one table are compared with each other, so all have
 the same images and epochs, and those that have a density the same one: records of others are left out, and told. A
 folder that was seeded does not train again what its settings have not changed.
