@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import misconv
 from misconv import MFA, MisConv2d
 from misconv.predict import predictive
 from tests.reference import random_mfa
@@ -80,3 +81,12 @@ def test_the_share_of_doubt_holds_for_tiny_probabilities() -> None:
     assert (result.share > 0).all()
     sure = predictive(lambda q: torch.tensor([[0.0, -1e4]]), p, 4)
     assert sure.share.tolist() == [[0.0, 0.0]]
+
+
+def test_images_that_are_too_small_for_a_converted_network_are_called_by_their_name() -> None:
+    network = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    converted = misconv.convert(network, misconv.UNetDMFA(channels=2))
+    with pytest.raises(
+        ValueError, match="p must be a misconv.MFA, or images that the network takes: x must be at least"
+    ):
+        predictive(converted, torch.rand(2, 2, 2, 2))

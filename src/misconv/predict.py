@@ -58,7 +58,7 @@ def predictive(
         raise TypeError(f"network must be a module or function MFA -> logits (B, classes), got {describe(network)}")
     ask = getattr(network, "to_mfa", None)
     if ask is not None and not isinstance(p, MFA):
-        p = _described(ask, p)
+        p = _named(ask, p)
     if not isinstance(p, MFA):
         raise TypeError(f"p must be a misconv.MFA, which a density gives for (x, observed), got {describe(p)}")
     check_size("samples", samples)
@@ -66,7 +66,8 @@ def predictive(
         mean = square = torch.zeros((), device=p.device)
         for number in range(1, samples + 1):
             completion = p.sample(1, generator=generator)[0]
-            logits = network(MFA.point(completion))
+            point = MFA.point(completion)
+            logits = network(point) if ask is None else _named(network, point)
             if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(p) or logits.is_complex():
                 raise ValueError(f"network must return logits (B, classes), with B = {len(p)}, got {describe(logits)}")
             q = logits.double().softmax(1)
@@ -82,8 +83,8 @@ def predictive(
 
 
 @torch.no_grad()
-def _described(ask: Callable[[Any], MFA], images: Any) -> MFA:
-    """What the density of a network says of images; `p` is what our caller calls them."""
+def _named(ask: Callable[[Any], Any], images: Any) -> Any:
+    """What a converted network or its density says of images; `p` is what our caller calls them."""
     try:
         return ask(images)
     except (TypeError, ValueError) as error:
