@@ -4,8 +4,8 @@ Where a convolution has a stride, windows share whole blocks of stride × stride
 pixels of each block, a *spot*, beside each other (space to depth). A window of 7×7 pixels with stride 2 is then 4×4
 spots: four runs of memory, which tensor cores take as they lie, while `backward` has to spread windows in shared
 memory. And with nothing to compute but a product of windows and gradients, their sum stays in registers over all tiles
-of a program. For bfloat16 that takes a third of the time. (TF32 products want windows turned: nothing was gained. Nor
-by spots for forward passes, and for tiles with missing pixels.)
+of a program. For bfloat16 that takes a third of the time. Timed on an H200 and not faster: TF32, whose products want
+transposed windows; and spots in forward passes, or for tiles with missing pixels.
 
 `backward` leaves these tiles out; both write rows of the same layout.
 """
@@ -50,16 +50,17 @@ class Spots(NamedTuple):
 
 @triton.jit
 def arrange_kernel(
-    means, spots, height, width, rows, columns,
+    means, spots, height, width, rows, columns, blocks,
     K: tl.constexpr, CHANNELS: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr,
     SPOT: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """The means of the first component, (images, rows, columns, SPOT), with zeros around the image.
 
-    Where a window is complete all components hold the same pixels.
+    Where a window is complete all components hold the same pixels. A program has one of the blocks of an image; all are
+    counted in one dimension, since batches and images may be larger than a second one of a grid (65,535).
     """
-    b = tl.program_id(1).to(tl.int64)
-    place, f = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_F)
+    b, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    place, f = block * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_F)
     y, x = place // columns, place % columns
     channel, line, column = f // (SY * SX), f // SX % SY, f % SX
     down, across = (y * SY - PY)[:, None] + line[None, :], (x * SX - PX)[:, None] + column[None, :]

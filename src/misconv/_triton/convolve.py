@@ -141,6 +141,7 @@ def _launch_backward(
     work: BackwardWork, images: Sequence[Tensor], grad: Tensor, response: Tensor | None, rows: Tensor, *others: Tensor
 ) -> None:
     """Write the gradients of parameters to rows, and those of logits and pixels to the others."""
+    # What is not there is not read, but a kernel wants a pointer.
     known, order, complete = grad if response is None else response, rows, work.complete
     if work.order is not None:
         number = work.order.tiles

@@ -124,7 +124,7 @@ _BACKWARD = {
     ("large", True): _Tiling(32, 64, 4, {"num_warps": 4}, 2),
     ("paired", False): _Tiling(64, 64, 4, {"num_warps": 4}, 2),
 }
-_COMPLETE = _Tiling(64, 0, 0, {"num_warps": 4}, 2)
+_COMPLETE = {"num_warps": 4}, 2  # options and programs: its tiles are those of "paired"
 _WINDOWS = _Tiling(64, 64, 1, {"num_warps": 4}, 2)
 _CORRELATIONS = _Tiling(ROWS, 64, 1, {"num_warps": 4, "num_stages": 3}, 6)
 _MOST_CHANNELS = 64  # of the output, likewise
@@ -252,7 +252,7 @@ class Plan:
         """The launch, its table of taps, and the number of programs."""
         s, batch, tiling = self.settings, self.means[0], _FORWARD[self._windows(self.paired)]
         (across, tiles), parts, _, constants, table = self._tiles(tiling, self.paired)
-        programs = self._programs(tiling, batch * tiles, parts)
+        programs = self._programs(tiling.programs, batch * tiles, parts)
         arguments = (batch, *self.means[3:], *s.size, across, tiles, *constants)
         launch = Launch(squares_kernel, self.device, (programs, parts, 1), arguments, num_stages=1, **tiling.options)
         return launch, table, programs
@@ -272,7 +272,7 @@ class Plan:
         if channels * box[0] * box[1] > _LARGEST_BOX:
             return None
         across, down = -(-s.size[1] // tile[1]), -(-s.size[0] // tile[0])
-        programs = self._programs(_WINDOWS, batch * across * down, 1)
+        programs = self._programs(_WINDOWS.programs, batch * across * down, 1)
         numbers = (batch, *image, *s.size, across, across * down)
         constants = (
             components, self.rank, channels, self.weight[2] * self.weight[3], *s.stride, *s.corner,
@@ -294,15 +294,15 @@ class Plan:
         numbers = parts * components * (1 + self.rank) * rows * columns * found.spot
         images = max(1, min(batch, _MOST_SPOTS // numbers))
         images = -(-batch // -(-batch // images))  # as many at a time every time
-        jobs = cut_jobs(found, images, s.size, self._programs(_CORRELATIONS, images * rows * columns, 1))
+        jobs = cut_jobs(found, images, s.size, self._programs(_CORRELATIONS.programs, images * rows * columns, 1))
         table = torch.tensor(jobs, dtype=torch.int32, device=self.device)
         return WindowWork((images, rows, columns), (), table, len(jobs), _CORRELATIONS.options, found)
 
-    def _programs(self, tiling: _Tiling, tiles: int, parts: int) -> int:
-        """As many as run at a time, if there is work for them."""
+    def _programs(self, number: int, tiles: int, parts: int) -> int:
+        """That number on each multiprocessor, as far as there is work for them."""
         cuda = self.device.type == "cuda"
         cores = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 2
-        return max(1, min(tiles, tiling.programs * cores // parts))
+        return max(1, min(tiles, number * cores // parts))
 
     def backward(self, strides: _Shape, response: _Shape | None, needed: tuple[bool, ...]) -> BackwardWork:
         """How the gradients that are needed are computed.
@@ -317,13 +317,13 @@ class Plan:
         paired = self.paired and not of_pixels
         tiling = _BACKWARD[self._windows(paired), of_pixels]
         (across, tiles), parts, layout, constants, table = self._tiles(tiling, paired)
-        programs = self._programs(tiling, batch * tiles, parts)
+        programs = self._programs(tiling.programs, batch * tiles, parts)
         numbers = (batch, *self.means[3:], *s.size, across, tiles, *strides, *(response or strides), s.low, s.high)
         order, complete, rows = None, None, programs * components
         if self.planes is not None and batch * tiles >= _MANY_TILES:
-            order = self._order(tiling, paired)
+            tile = _tile(tiling.pixels, self.kernel(paired), s)
+            order = self._order(tile, paired)
             if paired and response is not None:
-                tile = _tile(tiling.pixels, self.kernel(paired), s)
                 complete = self._complete(tile, layout, (*strides, *response))
                 rows += 0 if complete is None else complete.programs
         flags = (response is not None, order is not None, complete is not None)
@@ -332,10 +332,10 @@ class Plan:
         self._backward[key] = BackwardWork(launch, table, rows, layout, order, complete)
         return self._backward[key]
 
-    def _order(self, tiling: _Tiling, paired: bool) -> TileOrder:
-        s, (batch, _, channels, *image), kernel = self.settings, self.means, self.kernel(paired)
-        tile = _tile(tiling.pixels, kernel, s)
-        box = _box(tile, kernel, s)
+    def _order(self, tile: tuple[int, int], paired: bool) -> TileOrder:
+        """Launches that order tiles of this size; windows may be a column wider if pixels come in pairs."""
+        s, (batch, _, channels, *image) = self.settings, self.means
+        box = _box(tile, self.kernel(paired), s)
         across, down = -(-s.size[1] // tile[1]), -(-s.size[0] // tile[0])
         number = batch * across * down
         each = self.planes is not None and self.planes > 1
@@ -359,17 +359,17 @@ class Plan:
             return None
         blocks = -(-rows * columns // _ARRANGED)
         constants = (components, channels, *s.stride, *s.corner, spots.spot, power(spots.spot), _ARRANGED)
-        arrange = Launch(arrange_kernel, self.device, (blocks, batch, 1), (*image, rows, columns, *constants))
+        arguments: tuple[Any, ...] = (*image, rows, columns, blocks, *constants)
+        arrange = Launch(arrange_kernel, self.device, (batch * blocks, 1, 1), arguments)
         # Full blocks of channels, for the reason that `_tiles` gives.
         across, down, parts = -(-s.size[1] // tile[1]), -(-s.size[0] // tile[0]), -(-out // _MOST_CHANNELS)
-        programs = self._programs(_COMPLETE, batch * across * down, parts)
+        options, number = _COMPLETE
+        programs = self._programs(number, batch * across * down, parts)
         arguments = (
             batch, *s.size, across, across * down, *strides, channels, *self.kernel(False), self.kernel(True)[1], out,
             *s.stride, *spots, layout.chunks, layout.chunk_taps, layout.places, *tile, _MOST_CHANNELS,
         )  # fmt: skip
-        multiply = Launch(
-            complete_kernel, self.device, (programs, parts, 1), arguments, num_stages=1, **_COMPLETE.options
-        )
+        multiply = Launch(complete_kernel, self.device, (programs, parts, 1), arguments, num_stages=1, **options)
         shape = (batch, rows, columns, spots.spot)
         return CompleteTiles(arrange, multiply, shape, programs)
 
