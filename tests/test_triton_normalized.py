@@ -284,7 +284,8 @@ def test_folding_and_its_gradients_are_exact(shape: dict[str, Any], options: dic
     assert plan is not None
     density = (*problem.p._parameters(), problem.p.observed)
     with torch.no_grad():
-        _, found, folded, kept = _normalized._forward(plan, norm, *density, conv.weight, conv.bias)
+        inputs = (*density, conv.weight, conv.bias, *norm[:5])
+        _, found, folded, kept = _normalized._forward(plan, norm.momentum, norm.eps, *inputs)
     out, channels, rows, columns = conv.weight.shape
     wide = plan.kernel(plan.paired)[1]
     real = torch.arange(channels * rows * wide) % wide < columns

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DisableTorchFunctionSubclass",
+    "TorchDispatchMode",
     "assume_constant",
     "first_of",
     "in_forward_ad",
@@ -24,6 +26,7 @@ __all__ = [
     "is_traced",
     "is_wrapped",
     "pytree",
+    "storage_of",
 ]
 
 T = TypeVar("T")
@@ -62,6 +65,11 @@ def in_forward_ad() -> bool:
 def in_graph_task() -> bool:
     """Whether this thread runs a backward pass, also in what an activation checkpoint computes again."""
     return torch._C._current_graph_task_id() != -1
+
+
+def storage_of(tensor: Tensor) -> int:
+    """A number for the memory of a tensor, which those that share it have in common as long as one of them lives."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def first_of(items: Iterable[T], default: T | None = None) -> T | None:

@@ -7,13 +7,7 @@ torch and takes a few seconds. Where it cannot be compiled, `touched` computes t
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
 import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -22,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from misconv._compiler import Build, reason
 from misconv._conv.convolution import Convolution
 from misconv._math import expectation, weighted_mean
 from misconv.mfa import MFA
@@ -38,12 +33,9 @@ _FLAGS = (
     "-fopenmp",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-fPIC",
-    "-shared",
 )
 # The instructions that torch itself has found on this machine; a cache may be shared with older ones.
 _INSTRUCTIONS = {"AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512"), "AVX2": ("-march=x86-64-v3",)}
-_LONGEST = 120  # seconds of compiling
 
 
 # The library -------------------------------------------------------------------------------------------------------
@@ -61,31 +53,13 @@ def _library() -> ctypes.CDLL | str:
     try:
         return ctypes.CDLL(str(_compiled()))
     except (OSError, RuntimeError, subprocess.SubprocessError) as problem:  # also where nobody is at home
-        said = getattr(problem, "stderr", None) or str(problem)
-        return f"the kernels could not be compiled: {said.strip().splitlines()[0] if said.strip() else type(problem)}"
+        return f"the kernels {reason(problem)}"
 
 
 def _compiled() -> Path:
-    """The library in the cache, compiled if it is not there; several processes may do so at the same time."""
-    if not sys.platform.startswith("linux"):
-        raise OSError(f"not tried on {sys.platform}")
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None:
-        raise OSError(f"no C++ compiler {os.environ.get('CXX', 'c++')} was found")
+    """The library in the cache, compiled if it is not there."""
     flags = (*_FLAGS, *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()))
-    sources = [path.read_bytes() for path in sorted(_SOURCES.iterdir())]
-    identity = repr((sources, flags, platform.machine(), os.path.realpath(compiler)))
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
-    path = Path(root) / "misconv" / f"windows-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Under a name of its own first: what stands in the cache is whole.
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / path.name
-            command = [compiler, *flags, "-o", str(made), str(_SOURCES / "windows.cpp")]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_LONGEST)
-            made.replace(path)
-    return path
+    return Build(_SOURCES / "windows.cpp", flags).wait()
 
 
 _Pair, _Strides = ctypes.c_int64 * 2, ctypes.c_int64 * 4

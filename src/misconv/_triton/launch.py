@@ -7,8 +7,9 @@ was compiled with the kernel, called as torch's own compiler calls it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-__all__ = ["Launch", "dense", "power"]
+from misconv._triton.trace import recorders
+
+__all__ = ["Launch", "dense", "is_watched", "power"]
 
 
 class Launch:
@@ -29,6 +32,7 @@ class Launch:
         self.options = {"enable_fp_fusion": True} | options  # said outright, because the default changes
         self.switches = device.type == "cuda" and _devices() > 1  # it may have to make its device the current one
         self.again: Callable[..., None] | None = None
+        self.compiled: tuple[Any, ...] | None = None
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch it. All calls must have tensors of the same shapes and types, and None in the same places."""
@@ -36,6 +40,14 @@ class Launch:
             with torch.cuda.device(self.device):  # launches go to the device that is current
                 self(*tensors)
             return
+        recorder = recorders.get(get_ident()) if recorders else None
+        if recorder is not None:
+            recorder.launch(self, tensors)
+        else:
+            self.launch(tensors)
+
+    def launch(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Launch it on the current device; returns whether all memory is aligned."""
         pointers = [None if t is None else t.data_ptr() for t in tensors]
         # Triton compiles for pointers that are multiples of 16, as those of fresh tensors are.
         odd = 0
@@ -45,10 +57,18 @@ class Launch:
         aligned = odd & 15 == 0
         if aligned and self.again is not None:
             self.again(*pointers, *self.arguments)  # numbers spare it a look at every tensor
-            return
+            return aligned
         compiled = self.kernel[self.grid](*tensors, *self.arguments, **self.options)
         if aligned and compiled is not None:  # None in the interpreter
-            self.again = _launcher(compiled, self.grid, self.device)
+            self.again, self.compiled = _launcher(compiled, self.grid, self.device), _described(compiled)
+        return aligned
+
+    def describe(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...] | None:
+        """How the driver launches it again, for aligned tensors like these; None where that is not known.
+
+        The kernel's function, its threads, bytes of shared memory, and the types of its parameters.
+        """
+        return self.compiled
 
 
 def _launcher(compiled: Any, grid: tuple[int, int, int], device: torch.device) -> Callable[..., None]:
@@ -61,10 +81,10 @@ def _launcher(compiled: Any, grid: tuple[int, int, int], device: torch.device) -
     if device.type != "cuda":
         return watched
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    stream_of, index, runtime = driver.active.get_current_stream, device.index, knobs.runtime
+    stream_of, index = driver.active.get_current_stream, device.index
 
     def launch(*arguments: Any) -> None:
-        if _is_set(runtime.launch_enter_hook) or _is_set(runtime.launch_exit_hook):
+        if is_watched():
             watched(*arguments)
         else:
             run(*grid, stream_of(index), function, metadata, None, None, None, *arguments)
@@ -72,8 +92,24 @@ def _launcher(compiled: Any, grid: tuple[int, int, int], device: torch.device) -
     return launch
 
 
+def _described(compiled: Any) -> tuple[Any, ...] | None:
+    """A kernel's function, threads, shared memory and types of parameters; None if its launch takes more than that."""
+    metadata = getattr(compiled, "metadata", None)
+    more = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl", "tensordesc_meta")
+    if metadata is None or metadata.num_ctas != 1 or any(getattr(metadata, name, None) for name in more):
+        return None
+    types = tuple(compiled.src.signature.values())
+    return compiled.function, metadata.num_warps * 32, metadata.shared, types
+
+
+def is_watched() -> bool:
+    """Whether somebody watches launches."""
+    runtime = knobs.runtime
+    return _is_set(runtime.launch_enter_hook) or _is_set(runtime.launch_exit_hook)
+
+
 def _is_set(hook: Any) -> bool:
-    """Whether somebody watches launches: hooks come in a chain, which may be empty; in older versions alone."""
+    """Hooks come in a chain, which may be empty; in older versions alone."""
     return bool(getattr(hook, "calls", hook))
 
 

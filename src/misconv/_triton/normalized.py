@@ -22,6 +22,7 @@ from misconv._triton.launch import Launch, dense, power
 from misconv._triton.moments import NUMBERS, WindowMoments, Windows, window_moments, windows_of
 from misconv._triton.operator import find_plan, kernel_of
 from misconv._triton.plan import Layout, Plan
+from misconv._triton.replay import Replays
 
 if TYPE_CHECKING:
     from misconv._conv import BatchNorm, Convolution, Statistics
@@ -46,15 +47,17 @@ class _Folding:
         self._fold: dict[Any, Launch] = {}
         self._unfold: dict[Any, Launch] = {}
 
-    def fold(self, weight: Tensor, bias: Tensor | None, norm: BatchNorm) -> Launch:
-        vectors = (bias, *norm[:5])
-        key = (weight.stride(), tuple([None if t is None else t.dtype for t in vectors]), norm.momentum, norm.eps)
+    def fold(
+        self, weight: Tensor, bias: Tensor | None, norm: Sequence[Tensor | None], momentum: float | None, eps: float
+    ) -> Launch:
+        """`norm`: γ, β, the running mean and variance, and the number of batches that were tracked."""
+        key = (weight.stride(), tuple([None if t is None else t.dtype for t in (bias, *norm)]), momentum, eps)
         found = self._fold.get(key)
         if found is None:
             if len(self._fold) > 64:  # somebody changes the momentum in every step
                 self._fold.clear()
-            cumulative = norm.momentum is None and norm.batches_tracked is not None
-            numbers = (*weight.stride(), self.windows.count, norm.momentum or 0.0, norm.eps)
+            cumulative = momentum is None and norm[4] is not None
+            numbers = (*weight.stride(), self.windows.count, momentum or 0.0, eps)
             constants = (*self.shape, self.windows.side, cumulative, self.block, NUMBERS // self.block)
             found = Launch(fold_kernel, self.plan.device, (self.out, 1, 1), (*numbers, *constants))
             self._fold[key] = found
@@ -99,17 +102,26 @@ def normalized_response(
     plan = find_plan(p, conv, True, kernel_of(activation))
     if plan is None or plan.window_moments is None or not _is_ready(norm, plan):
         return None
-    density, grads = (p.logits, p.means, p.factors, p.noise), torch.is_grad_enabled()
-    if grads and any(t.requires_grad for t in density):
+    density = (p.logits, p.means, p.factors, p.noise)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in density):
         return None
     if plan.shape[0] * plan.shape[2] * plan.shape[3] <= 1:
         return None  # the plain path says what is wrong
-    parameters = (conv.weight, conv.bias, norm.weight, norm.bias)
-    if grads and any(t is not None and t.requires_grad for t in parameters):
-        result: Tensor = _Normalized.apply(plan, plain_path, norm, *density, p.observed, *parameters)
-    else:
-        result, _, _, _ = _forward(plan, norm, *density, p.observed, conv.weight, conv.bias)
+    inputs = (*density, p.observed, conv.weight, conv.bias, *norm[:5])
+    result: Tensor = _replays_of(plan, norm.momentum, norm.eps)(lambda *tensors: plain_path(*tensors[:9]), *inputs)
     return result
+
+
+@lru_cache(1024)
+def _replays_of(plan: Plan, momentum: float | None, eps: float) -> Replays:
+    def forward(*inputs: Any) -> tuple[Tensor | None, ...]:
+        response, moments, folded, kept = _forward(plan, momentum, eps, *inputs)
+        return response, response if plan.reads_response else None, moments.taps, folded, kept
+
+    def backward(needed: tuple[bool, ...], grads: Any, inputs: Any, kept: Any) -> tuple[Tensor | None, ...]:
+        return (*[None] * 5, *_backward(plan, needed[5:9], grads[0], inputs[:9], *kept), *[None] * 3)
+
+    return Replays(forward, backward, plan.device, mutated=(9, 10, 11))
 
 
 def _is_ready(norm: BatchNorm, plan: Plan) -> bool:
@@ -130,7 +142,8 @@ def _are_vectors(vectors: Sequence[Tensor | None], plan: Plan) -> bool:
 
 def _forward(
     plan: Plan,
-    norm: BatchNorm,
+    momentum: float | None,
+    eps: float,
     logits: Tensor,
     means: Tensor,
     factors: Tensor,
@@ -138,10 +151,11 @@ def _forward(
     observed: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
+    *norm: Tensor | None,
 ) -> tuple[Tensor, WindowMoments, Tensor, Tensor]:
     """The response; and for the gradients the moments of windows, the folded filters, and what else was kept."""
     logits, means, factors, noise, observed = dense(logits, means, factors, noise, observed)
-    moments = window_moments(plan, logits, means, factors, noise, observed, norm.batches_tracked)
+    moments = window_moments(plan, logits, means, factors, noise, observed, norm[4])
     folding = _folding_of(plan)
     out, taps = folding.out, folding.windows.taps
     # One buffer, whose parts begin at multiples of 16 bytes.
@@ -150,9 +164,9 @@ def _forward(
         (sizes[0] + sizes[1], sizes[2])
     )
     offsets = folded[sizes[0] :]
-    launch = folding.fold(weight, bias, norm)
-    launch(weight, bias, *norm[:5], moments.matrix, moments.taps, moments.center, folded, offsets, kept)
-    tracked = [t for t in norm[2:5] if t is not None]
+    launch = folding.fold(weight, bias, norm, momentum, eps)
+    launch(weight, bias, *norm, moments.matrix, moments.taps, moments.center, folded, offsets, kept)
+    tracked = [t for t in norm[2:] if t is not None]
     if tracked:
         torch.autograd.graph.increment_version(tracked)  # who has saved them for a backward pass must know
     last = is_channels_last(weight)
@@ -173,15 +187,31 @@ def fixed_response(p: MFA, conv: Convolution, norm: Statistics, activation: Acti
     plan = find_plan(p, conv, True, kernel_of(activation))
     if plan is None or not _are_vectors(norm[:4], plan):
         return None
-    weight, bias = conv.weight, conv.bias
+    inputs = (p.logits, p.means, p.factors, p.noise, p.observed, conv.weight, conv.bias, *norm[:4])
+    result: Tensor = _fixed_replays_of(plan, norm.eps)(_no_gradients, *inputs)
+    return result
+
+
+@lru_cache(1024)
+def _fixed_replays_of(plan: Plan, eps: float) -> Replays:
+    return Replays(lambda *inputs: (_fixed_forward(plan, eps, *inputs),), _no_gradients, plan.device)
+
+
+def _no_gradients(*_: Any) -> Any:
+    raise NotImplementedError("these kernels have no gradients")
+
+
+def _fixed_forward(plan: Plan, eps: float, *inputs: Any) -> Tensor:
+    """The response to filters that hold fixed statistics: mean, variance, γ and β, behind weight and bias."""
+    logits, means, factors, noise, observed, weight, bias, *norm = inputs
     out, taps = plan.weight[0], plan.weight[1] * plan.weight[2] * plan.kernel(plan.paired)[1]
     start = -(-out * taps // 4) * 4  # a multiple of 16 bytes
     folded = torch.empty(start + out, dtype=torch.float32, device=plan.device)
     offsets = folded[start:]
-    types = tuple([None if t is None else t.dtype for t in (bias, *norm[:4])])
-    launch = _fold_fixed(plan, weight.stride(), types, norm.eps)
-    launch(weight, bias, *norm[:4], folded, offsets)
-    return _respond(plan, p.logits, p.means, p.factors, p.noise, p.observed, folded, offsets, is_channels_last(weight))
+    types = tuple([None if t is None else t.dtype for t in (bias, *norm)])
+    launch = _fold_fixed(plan, weight.stride(), types, eps)
+    launch(weight, bias, *norm, folded, offsets)
+    return _respond(plan, logits, means, factors, noise, observed, folded, offsets, is_channels_last(weight))
 
 
 @lru_cache(4096)
@@ -213,33 +243,11 @@ def _respond(
     return response
 
 
-class _Normalized(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        ctx.plan, ctx.plain_path, norm, *tensors = arguments
-        response, moments, folded, kept = _forward(ctx.plan, norm, *tensors[:7])
-        known = response if ctx.plan.reads_response else None
-        ctx.save_for_backward(*tensors, known, moments.taps, folded, kept)
-        return response
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, response, taps, folded, kept = ctx.saved_tensors
-        needed = ctx.needs_input_grad[8:]
-        nothing = (None,) * 8
-        if torch.is_grad_enabled():  # derivatives of this derivative are left to the plain path
-            wanted = [t for t, asked in zip(tensors[5:], needed, strict=True) if asked]
-            y = ctx.plain_path(*tensors)
-            found = iter(torch.autograd.grad(y, wanted, grad.to(y.dtype), create_graph=True, allow_unused=True))
-            return (*nothing, *[next(found) if asked else None for asked in needed])
-        return (*nothing, *_backward(ctx.plan, needed, grad, tensors, response, taps, folded, kept))
-
-
 def _backward(
     plan: Plan,
     needed: tuple[bool, ...],
     grad: Tensor,
-    tensors: list[Any],
+    tensors: Sequence[Any],
     response: Tensor | None,
     taps: Tensor,
     folded: Tensor,

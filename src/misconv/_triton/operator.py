@@ -7,7 +7,7 @@ In eager mode the kernels are launched directly; in a compiled graph they appear
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from misconv._math import (
 )
 from misconv._triton.convolve import backward, forward, is_channels_last
 from misconv._triton.plan import Plan, Settings, box_is_small
+from misconv._triton.replay import Replays
 
 if TYPE_CHECKING:
     from misconv._conv import Affine, Convolution
@@ -39,7 +40,6 @@ __all__ = [
     "find_plan",
     "kernel_of",
     "pack",
-    "plain_backward",
     "respond",
     "unpack",
 ]
@@ -235,61 +235,25 @@ def _precision(dtype: torch.dtype) -> tuple[str, torch.dtype]:
 # Differentiated, and in compiled graphs ----------------------------------------------------------------------------
 
 
-def expected_conv2d(
-    plan: Plan,
-    plain_path: PlainPath,
-    logits: Tensor,
-    means: Tensor,
-    factors: Tensor,
-    noise: Tensor,
-    observed: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-) -> Tensor:
-    """The fused convolution, differentiable."""
-    differentiable = torch.is_grad_enabled() and (
-        weight.requires_grad
-        or (bias is not None and bias.requires_grad)
-        or means.requires_grad
-        or factors.requires_grad
-        or noise.requires_grad
-        or logits.requires_grad
-    )
-    if not differentiable:
-        return forward(plan, logits, means, factors, noise, observed, weight, bias)
-    result: Tensor = _Expected.apply(plan, plain_path, logits, means, factors, noise, observed, weight, bias)
+def expected_conv2d(plan: Plan, plain_path: PlainPath, *tensors: Tensor | None) -> Tensor:
+    """The fused convolution, differentiable, of logits, means, factors, noise, observed, weight and bias."""
+    result: Tensor = _replays_of(plan)(plain_path, *tensors)
     return result
 
 
-class _Expected(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        ctx.plan, ctx.plain_path, *tensors = arguments
-        response = forward(ctx.plan, *tensors)
-        ctx.save_for_backward(*tensors, response if ctx.plan.reads_response else None)
-        return response
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needed = (*ctx.needs_input_grad[2:6], *ctx.needs_input_grad[7:9])
-        *tensors, response = ctx.saved_tensors
-        if torch.is_grad_enabled():  # derivatives of this derivative are left to the plain path
-            found = plain_backward(ctx.plain_path, needed, grad, *tensors)
-        else:
-            found = list(backward(ctx.plan, needed, grad, *tensors, response=response))
-        *density, weight, bias = found
-        return (None, None, *density, None, weight, bias)
+@lru_cache(4096)
+def _replays_of(plan: Plan) -> Replays:
+    return Replays(partial(_forward, plan), partial(_backward, plan), plan.device)
 
 
-def plain_backward(
-    plain_path: PlainPath, needed: tuple[bool, ...], grad: Tensor, *tensors: Tensor | None
-) -> list[Tensor | None]:
-    """The same gradients by torch's own differentiation, which can be differentiated again."""
-    inputs = (*tensors[:4], *tensors[5:])  # all but `observed`
-    wanted = [t for t, asked in zip(inputs, needed, strict=True) if asked and t is not None]
-    y = plain_path(*tensors)
-    found = iter(torch.autograd.grad(y, wanted, grad.to(y.dtype), create_graph=True, allow_unused=True))
-    return [next(found) if asked and t is not None else None for t, asked in zip(inputs, needed, strict=True)]
+def _forward(plan: Plan, *tensors: Any) -> tuple[Tensor | None, ...]:
+    response = forward(plan, *tensors)
+    return response, response if plan.reads_response else None
+
+
+def _backward(plan: Plan, needed: tuple[bool, ...], grads: Any, inputs: Any, kept: Any) -> tuple[Tensor | None, ...]:
+    *density, weight, bias = backward(plan, (*needed[:4], *needed[5:]), grads[0], *inputs, response=kept[0])
+    return (*density, None, weight, bias)
 
 
 def pack(s: Settings) -> tuple[Any, ...]:

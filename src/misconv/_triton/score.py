@@ -12,6 +12,7 @@ from torch import Tensor
 
 from misconv._triton.launch import Launch, dense, power
 from misconv._triton.mfa import condition_kernel, distance_kernel, gradient_kernel, gram_kernel, mixture_kernel
+from misconv._triton.replay import Replays
 
 __all__ = ["condition", "log_prob", "log_probs"]
 
@@ -149,30 +150,18 @@ def _gradients(
 # What others call -------------------------------------------------------------------------------------------------
 
 
-class _LogProb(torch.autograd.Function):
-    """One or both of the fused log densities; second derivatives go through the plain formulas, one for each."""
+@lru_cache(1024)
+def _replays_of(plan: _Plan, kind: str) -> Replays:
+    """For one or both of the fused log densities."""
 
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        *tensors, ctx.floor, ctx.plain = arguments
-        ctx.set_materialize_grads(False)
-        both = len(ctx.plain) > 1
-        made, summary = _score(tensors, ctx.floor, "both" if both else "joint")
-        ctx.save_for_backward(*tensors, summary)
-        return tuple(made) if both else made[0]
+    def forward(*tensors: Any) -> list[Tensor]:
+        made, summary = _score(tensors, plan.floor, kind)
+        return [*made, summary]
 
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, summary = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:5]
-        if not torch.is_grad_enabled():
-            made = _gradients((*upstream, None)[:2], tensors, summary, ctx.floor, needed)
-            return (*made, None, None, None, None)
-        wanted = [t for t, need in zip(tensors, needed, strict=False) if need]
-        asked = [(plain(*tensors), g) for plain, g in zip(ctx.plain, upstream, strict=True) if g is not None]
-        values, grads = zip(*asked, strict=True)
-        found = iter(torch.autograd.grad(values, wanted, grads, create_graph=True, allow_unused=True))
-        return (*(next(found) if need else None for need in needed), None, None, None, None)
+    def backward(needed: tuple[bool, ...], grads: Any, inputs: Any, kept: Any) -> list[Tensor | None]:
+        return [*_gradients((*grads, None)[:2], inputs, kept[0], plan.floor, needed[:5]), None, None]
+
+    return Replays(forward, backward, plan.device, results=2 if kind == "both" else 1)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -256,10 +245,8 @@ def _log_prob(tensors: Sequence[Tensor | None], floor: float, plain: tuple[Calla
         out = _operator(*tensors, floor, both)[0]
         return tuple(out) if both else out
     inputs = dense(*tensors)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        return _LogProb.apply(*inputs, floor, plain)
-    made, _ = _score(inputs, floor, "both" if both else "joint")
-    return made if both else made[0]
+    replays = _replays_of(_plan_of(inputs, floor), "both" if both else "joint")
+    return replays(lambda *given: tuple([function(*given) for function in plain]), *inputs)
 
 
 def condition(*tensors: Tensor | None, floor: float) -> tuple[Tensor, Tensor, Tensor]:

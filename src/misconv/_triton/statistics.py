@@ -7,6 +7,7 @@ Elsewhere it is the mean of E[(z − mean)²], with z² for an activation of the
 
 from __future__ import annotations
 
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from misconv._triton.convolve import backward, squares
 from misconv._triton.moments import window_moments
-from misconv._triton.operator import SETTINGS, TENSORS, PlainPath, find_plan, pack, plain_backward, unpack
+from misconv._triton.operator import SETTINGS, TENSORS, PlainPath, find_plan, pack, unpack
 from misconv._triton.plan import Plan
+from misconv._triton.replay import Replays
 
 if TYPE_CHECKING:
     from misconv._conv import Convolution
@@ -57,10 +59,8 @@ def batch_statistics(p: MFA, conv: Convolution, plain_path: PlainPath) -> tuple[
     tensors = (*density, p.observed, conv.weight.float(), -middle)
     if compiling:
         total = torch.ops.misconv.expected_squares(*tensors, *pack(plan.settings))
-    elif learns or (torch.is_grad_enabled() and conv.weight.requires_grad):
-        total = _Squares.apply(plan, plain_path, *tensors)
     else:
-        total = squares(plan, *tensors)
+        total = _replays_of(plan)(plain_path, *tensors)
     return mean, total / count
 
 
@@ -91,22 +91,14 @@ def _sum_of_windows(image: Tensor, conv: Convolution) -> Tensor:
     return F.unfold(padded, conv.kernel, conv.dilations, 0, conv.strides).sum((0, 2))
 
 
-class _Squares(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        ctx.plan, ctx.plain_path, *tensors = arguments
-        ctx.save_for_backward(*tensors)
-        return squares(ctx.plan, *tensors)
+@lru_cache(4096)
+def _replays_of(plan: Plan) -> Replays:
+    return Replays(lambda *tensors: (squares(plan, *tensors),), partial(_gradients, plan), plan.device)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needed = (*ctx.needs_input_grad[2:6], *ctx.needs_input_grad[7:9])
-        if torch.is_grad_enabled():
-            found = plain_backward(ctx.plain_path, needed, grads[0], *ctx.saved_tensors)
-        else:
-            found = list(backward(ctx.plan, needed, _spread(grads[0], ctx.plan), *ctx.saved_tensors))
-        *density, weight, bias = found
-        return (None, None, *density, None, weight, bias)
+
+def _gradients(plan: Plan, needed: tuple[bool, ...], grads: Any, inputs: Any, _: Any) -> tuple[Tensor | None, ...]:
+    *density, weight, bias = backward(plan, (*needed[:4], *needed[5:]), _spread(grads[0], plan), *inputs)
+    return (*density, None, weight, bias)
 
 
 def _spread(grad: Tensor, plan: Plan) -> Tensor:
