@@ -98,15 +98,18 @@ def normalize(p: MFA, weight: Tensor, bias: Tensor | None, norm: nn.BatchNorm2d,
     return result
 
 
-def repeat(function: Callable[[], list[Tensor]]) -> None:
-    """In Python, recorded, and replayed, with the same bits."""
+def repeat(function: Callable[[], list[Tensor]], *, exact: bool = True) -> None:
+    """In Python, recorded, and replayed, with the same bits; or nearly, where a GPU adds in any order."""
     first = function()
     for _ in range(4):  # the forward pass is recorded in the second of them, the backward pass in the third
         again = function()
     for a, b in zip(first, again, strict=True):
         assert a.dtype == b.dtype
         assert a.stride() == b.stride()
-        assert torch.equal(a.detach(), b.detach())
+        if exact or not a.is_cuda:
+            assert torch.equal(a.detach(), b.detach())
+        else:
+            torch.testing.assert_close(a.detach(), b.detach())
 
 
 CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -141,7 +144,7 @@ def test_a_convolution(density: dict[str, Any], options: dict[str, Any], learned
         is_new.append(is_replayed(y))
         return [y, *torch.autograd.grad(y, wanted, direction)]
 
-    repeat(step)
+    repeat(step, exact="means" not in learned)
     assert is_new == [False, False, True, True, True]
     expected = step()[0]
     for without_gradients in (torch.no_grad, torch.inference_mode):

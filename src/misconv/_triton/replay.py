@@ -59,6 +59,7 @@ class Replays:
         self.forward, self.backward, self.results, self.mutated = forward, backward, results, mutated
         self.device, self._calls, self._records = device, 0, 0
         self._replays: Any = None  # of the compiled module
+        self._launches: list[Any] = []  # as long as they live, so do the functions of their kernels
 
     def __call__(self, plain: Plain, *inputs: Tensor | None) -> Any:
         """The result, or a tuple of several.
@@ -88,7 +89,7 @@ class Replays:
         if self._replays is None:
             self._replays = module.new_replays(self.results)
         self._records += 1
-        return _recorded(
+        return self._recorded(
             inputs,
             partial(self.forward, *inputs),
             lambda trace: module.add(self._replays, tuple(inputs), trace, self.mutated),
@@ -109,12 +110,25 @@ class Replays:
         if entry is None or self._records >= 4 * _MOST:
             return tuple(self.backward(needed, grads, inputs, kept))
         self._records += 1
-        made = _recorded(
+        made = self._recorded(
             (*grads, *saved),
             partial(self.backward, needed, grads, inputs, kept),
             lambda trace: replayer().add_backward(entry, needed, tuple(grads), trace),
         )
         return tuple(made)
+
+    def _recorded(
+        self, inputs: Tensors, function: Callable[[], Sequence[Tensor | None]], keep: Callable[[Any], None]
+    ) -> Sequence[Tensor | None]:
+        """What a function returns, whose steps are kept if all of them are known."""
+        with Recorder(inputs) as recorder:
+            made = function()
+        try:
+            keep(recorder.trace(made))
+            self._launches += recorder.launches
+        except UnknownStepError as problem:
+            _logger.debug("a call is not replayed: %s", problem)
+        return made
 
 
 class _Differentiable(torch.autograd.Function):
@@ -144,19 +158,6 @@ def _plain_gradients(
     ys, directions = zip(*asked_for, strict=True)
     found = iter(torch.autograd.grad(ys, wanted, directions, create_graph=True, allow_unused=True))
     return tuple([next(found) if asked and t is not None else None for t, asked in zip(inputs, needed, strict=True)])
-
-
-def _recorded(
-    inputs: Tensors, function: Callable[[], Sequence[Tensor | None]], keep: Callable[[Any], None]
-) -> Sequence[Tensor | None]:
-    """What a function returns, whose steps are kept if all of them are known."""
-    with Recorder(inputs) as recorder:
-        made = function()
-    try:
-        keep(recorder.trace(made))
-    except UnknownStepError as problem:
-        _logger.debug("a call is not replayed: %s", problem)
-    return made
 
 
 # The compiled module -----------------------------------------------------------------------------------------------

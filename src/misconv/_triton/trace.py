@@ -109,6 +109,11 @@ class Recorder(TorchDispatchMode):
             self._fail("memory is not aligned")
         self.steps.append(_Launched(launch, tensors, [None if t is None else self._place(t) for t in tensors]))
 
+    @property
+    def launches(self) -> list[Launch]:
+        """What was launched."""
+        return [step.launch for step in self.steps if isinstance(step, _Launched)]
+
     def _fail(self, why: str) -> None:
         self.problem = self.problem or why
 
@@ -120,11 +125,11 @@ class Recorder(TorchDispatchMode):
     def _place(self, t: Tensor) -> tuple[Any, int]:
         """The slot of a tensor's memory, and where it begins in it, in numbers of its type."""
         for i, s in enumerate(self.inputs):
-            if s is t or (s is not None and s.data_ptr() == t.data_ptr() and s.dtype == t.dtype):
+            if s is t:
                 return ("input", i), 0
         shared = [i for i, s in enumerate(self.inputs) if s is not None and storage_of(s) == storage_of(t)]
         if len(shared) > 1:
-            self._fail("inputs share their memory, and a part of it is taken")
+            self._fail("inputs share their memory, and a view of it is taken")
         if shared:
             whole, slot = self.inputs[shared[0]], ("input", shared[0])
             assert whole is not None
