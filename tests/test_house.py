@@ -54,7 +54,8 @@ MAY_IMPORT = {
     "_files": {"torch", "numpy", "PIL", "rasterio", "_store"},
     "data": {"torch", "numpy", "sklearn", "torchvision", "_checks", "_files", "transforms"},
     "bench": {
-        "torch", "torchvision", "_backend", "_store", "convert", "density", "functional", "layers", "mfa", "missing", "store",
+        "torch", "torchvision", "_backend", "_conv", "_store", "convert", "density", "functional", "layers", "mfa", "missing",
+        "store",
     },
     "paper": {
         "torch", "lightning_fabric", "matplotlib", "PIL", "scipy", "torchmetrics", "deepinv", "_checks", "_store", "_train",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from misconv._backend import plain
-from misconv._conv import why_no_kernels
+from misconv._conv import why_no_kernels, why_no_replays
 from misconv._store import device_name, versions
 from misconv.functional import expected_conv2d
 from misconv.mfa import MFA
@@ -38,6 +38,7 @@ def examine() -> dict[str, Any]:
         "device": device_name(device),
         "threads": torch.get_num_threads(),
         "kernels": _kernels(device),
+        "replays": {"used": why_no_replays() is None, "reason": why_no_replays()},
         "cpu_kernels": {"used": why_no_kernels() is None, "reason": why_no_kernels()},
         "extras": {name: "there" if not parts else f"without {', '.join(parts)}" for name, parts in lost.items()},
     }
@@ -93,6 +94,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"misconv   {known['misconv']}, {packages}",
         f"device    {found['device']}{cuda}, {found['threads']} threads of the CPU",
         f"kernels   {text}",
+        f"launches  {found['replays']['reason'] or 'known ones are replayed by compiled code'}",
         f"on a CPU  {found['cpu_kernels']['reason'] or 'compiled kernels are in use'}",
         *(f"extra     {name}: {state}" for name, state in found["extras"].items()),
     ]

@@ -13,7 +13,7 @@ from misconv._conv.batch_norm import (
 from misconv._conv.checks import check_flag, check_geometry, check_layer, check_placed, check_weight, check_windows
 from misconv._conv.compiled import why_not as why_no_kernels
 from misconv._conv.convolution import Convolution
-from misconv._conv.dispatch import batch_statistics, moments, normalized_response, respond
+from misconv._conv.dispatch import batch_statistics, moments, normalized_response, respond, why_no_replays
 from misconv._conv.plain import incomplete_windows, mix_expectations, pad_images
 
 __all__ = [
@@ -40,4 +40,5 @@ __all__ = [
     "respond",
     "sync_group",
     "why_no_kernels",
+    "why_no_replays",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from misconv._backend import HAS_TRITON, is_eager, is_plain
@@ -26,6 +27,7 @@ __all__ = [
     "plain_path",
     "plain_squares",
     "respond",
+    "why_no_replays",
 ]
 
 
@@ -57,6 +59,15 @@ def respond(p: MFA, conv: Convolution, norm: Affine | None, activation: Activati
             if result is not None:
                 return result
     return plain.expected_response(p, conv, norm, activation)
+
+
+def why_no_replays() -> str | None:
+    """Why launches of fused kernels are not replayed by C++; None where they are. Waits until it is compiled."""
+    if not HAS_TRITON or not torch.cuda.is_available():
+        return "there is no GPU that torch can use"
+    from misconv._triton import why_no_replays as fused_reason
+
+    return fused_reason()
 
 
 def plain_path(conv: Convolution, activation: Activation) -> Callable[..., Tensor]:

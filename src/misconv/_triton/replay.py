@@ -177,7 +177,7 @@ class _Loading:
         try:
             self.build: Build | None = Build(_SOURCE, flags, libraries, (torch.__version__, sys.version))
         except OSError as problem:
-            self.build, self.problem = None, reason(problem)
+            self.build, self.problem = None, f"the replay of launches {reason(problem)}"
 
     def load(self, wait: bool) -> Any:
         if self.build is not None and (wait or self.build.is_done()):
@@ -190,7 +190,7 @@ class _Loading:
                 spec.loader.exec_module(module)
                 self.module = module
             except (OSError, ImportError, subprocess.SubprocessError) as problem:
-                self.problem = reason(problem)
+                self.problem = f"the replay of launches {reason(problem)}"
         return self.module
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from misconv._backend import is_plain
+from misconv._conv import why_no_replays
 from misconv._store import JsonObject, commit, device_name, versions
 from misconv.bench.checks import BOUNDS, CASES, MODES, WrongResultError, check
 from misconv.bench.clock import Pace, memory, times
@@ -278,6 +279,8 @@ def run(
     }
     # Whole networks are checked where they are timed.
     cases = [] if set(sections) == {"network"} else [case.tiny() for case in CASES] if quick else CASES
+    if device.type == "cuda":
+        record["replays"] = why_no_replays() or True  # a user who trains has waited for that as well
     if device.type == "cuda" and not quick:
         compile_ahead([*checks(cases), *Rehearsal(generator, pace, quick, say).jobs(sections)], say)
     record["checks"] = check(cases, generator, say)
