@@ -21,6 +21,7 @@ from misconv._conv.dispatch import plain_normalized, plain_path
 from misconv._triton import normalized, operator, replay, score, statistics
 from misconv._triton.launch import Launch
 from misconv._triton.replay import Replays, replayer
+from misconv._triton.trace import Recorder
 from tests.reference import random_mfa
 
 needs_compiler = pytest.mark.skipif(replay.why_not() is not None, reason=f"nothing is replayed: {replay.why_not()}")
@@ -328,6 +329,31 @@ def test_what_is_not_known_stays_in_python(forward: Callable[[Tensor], list[Tens
     for i in range(6):
         x = torch.full((4, 4), i, dtype=torch.float32)
         assert torch.equal(replays(forward, x), forward(x)[0])
+
+
+def test_memory_is_given_back_after_its_last_use() -> None:
+    x = torch.randn(3, 4, dtype=torch.float32)
+    with Recorder([x]) as recorder:
+        wide = x.to(torch.float64)
+        total = wide.sum(0)
+        zeros = torch.zeros(3, dtype=torch.float64)
+        result = total[1:].to(torch.float32)
+    steps, outputs, constants, slots = recorder.trace([result, zeros[:2]])
+    wide, total, zeros, result = range(1, 5)  # type: ignore[assignment]  # their slots, behind that of x
+    assert [step[:2] for step in steps] == [
+        *(
+            ("empty", wide),
+            ("copy", wide),
+            ("empty", total),
+            ("sum", total),
+            ("free", wide),
+            ("empty", zeros),
+            ("zero", zeros),
+        ),
+        *(("empty", result), ("copy", result), ("free", total)),
+    ]
+    assert [view[0] for view in outputs] == [result, zeros]
+    assert (constants, slots) == ((), 5)
 
 
 def test_inputs_that_share_their_memory() -> None:

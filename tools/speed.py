@@ -3,7 +3,8 @@
     python tools/speed.py [--results results/bench] [--out docs]
 
 Reads layer-cuda.json and layer-cpu.json, whichever are there, network-cuda.json and norm-cuda.json, which are made with
-``--only network`` and ``--only norm``, and kernels-cuda.json of `benchmarks/kernels.py`; measures nothing itself.
+``--only network`` and ``--only norm``, network-newer-cuda.json, whose rows were measured again, and kernels-cuda.json
+of `benchmarks/kernels.py`; measures nothing itself.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from misconv.bench.checks import BOUNDS, MODES
 
 ROOT = Path(__file__).parent.parent
 RECORDS = {"cuda": "layer-cuda.json", "cpu": "layer-cpu.json"}
-MORE = {"network": "network-cuda.json", "norm": "norm-cuda.json", "kernels": "kernels-cuda.json"}
+MORE = {
+    "network": "network-cuda.json",
+    "newer": "network-newer-cuda.json",
+    "norm": "norm-cuda.json",
+    "kernels": "kernels-cuda.json",
+}
 
 # Colours that differ also for colour-blind eyes; the layer itself stands out, the others step back.
 LINES = {
@@ -253,6 +259,20 @@ def measured_models(record: Record) -> set[str]:
     return {row["setting"]["model"] for row in rows(record, "network")}
 
 
+def with_newer(record: Record, newer: Record | None) -> Record:
+    """A record whose rows are replaced by newer ones of the same settings."""
+    again = {json.dumps(row["setting"]): row for row in rows(newer or {"sections": {}}, "network")}
+    merged = [again.get(json.dumps(row["setting"]), row) for row in rows(record, "network")]
+    return {**record, "sections": {"network": merged}}
+
+
+def about_newer(newer: Record) -> str:
+    """What was measured again, and at which commit."""
+    found = rows(newer, "network")
+    names = list(dict.fromkeys(network_name(row) for row in found))
+    return f"Measured again, {len(found)} rows of {' and '.join(names)}: {circumstances(newer)}"
+
+
 def networks(record: Record) -> str:
     """A line for every network, task, type and batch; eager and as a CUDA graph beside each other."""
     lines: dict[tuple[str, ...], list[str]] = {}
@@ -372,7 +392,8 @@ def page(records: dict[str, Record], picture: str | None, more: dict[str, Record
     ]
     add: Callable[..., None] = lambda *blocks: parts.extend(blocks)  # noqa: E731
     if "network" in more:
-        add("## Networks", circumstances(more["network"]), NETWORKS)
+        add("## Networks", circumstances(more["network"]))
+        add(*([about_newer(more["newer"])] if "newer" in more else []), NETWORKS)
         add("![Shares of the plain network's speed](pictures/networks.png)")
         add("*As CUDA graphs; the number behind a network is its batch.*", networks(more["network"]))
         if missing := [title for name, title in MODELS.items() if name not in measured_models(more["network"])]:
@@ -520,6 +541,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     others = {name: options.results / file for name, file in MORE.items()}
     more = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in others.items() if path.exists()}
     if "network" in more:
+        more["network"] = with_newer(more["network"], more.get("newer"))
         (options.out / "pictures").mkdir(parents=True, exist_ok=True)
         figure = draw_networks(more["network"])
         figure.savefig(options.out / "pictures" / "networks.png", dpi=150)

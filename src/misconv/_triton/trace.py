@@ -109,6 +109,20 @@ class Recorder(TorchDispatchMode):
             self._fail("memory is not aligned")
         self.steps.append(_Launched(launch, tensors, [None if t is None else self._place(t) for t in tensors]))
 
+    def _last_uses(self, returned: set[Any]) -> dict[int, list[Any]]:
+        """By the place of a step, what was made and is read by none behind it, so that its memory serves others."""
+        last: dict[Any, int] = {}
+        for place, step in enumerate(self.steps):
+            if isinstance(step, _Launched):
+                used = [where[0] for where in step.places if where is not None]
+            else:
+                used = [step[1], *([step[2][0]] if step[0] in ("sum", "copy") else [])]
+            last |= {slot: place for slot in used if slot[0] == "made" and slot not in returned}
+        found: dict[int, list[Any]] = {}
+        for slot, place in last.items():
+            found.setdefault(place, []).append(slot)
+        return found
+
     @property
     def launches(self) -> list[Launch]:
         """What was launched."""
@@ -159,14 +173,16 @@ class Recorder(TorchDispatchMode):
         def view(v: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
             return None if v is None else (number(v[0]), *v[1:])
 
+        last = self._last_uses({v[0] for v in views if v is not None})
         steps: list[_Step] = []
-        for step in self.steps:
+        for place, step in enumerate(self.steps):
             if isinstance(step, _Launched):
                 steps.append(step.packed(number))
             elif step[0] in ("sum", "copy"):
                 steps.append((step[0], number(step[1]), view(step[2])))
             else:
                 steps.append((step[0], number(step[1]), *step[2:]))
+            steps += [("free", number(slot)) for slot in last.get(place, ())]
         return tuple(steps), tuple(map(view, views)), tuple(self.constants), first["made"] + self._number
 
 

@@ -135,8 +135,8 @@ struct Pointer {
 };
 
 struct Step {
-  enum Kind { kEmpty, kZero, kSum, kCopy, kLaunch } kind;
-  int64_t slot = -1;  // what is made
+  enum Kind { kEmpty, kZero, kFree, kSum, kCopy, kLaunch } kind;
+  int64_t slot = -1;  // what is made, written or freed
   std::vector<int64_t> sizes, strides;
   at::ScalarType dtype = at::kFloat;
   View source;
@@ -178,7 +178,7 @@ struct Step {
 };
 
 Step make_step(PyObject* o) {
-  static const std::array<const char*, 5> names{"empty", "zero", "sum", "copy", "launch"};
+  static const std::array<const char*, 6> names{"empty", "zero", "free", "sum", "copy", "launch"};
   const char* name = PyUnicode_AsUTF8(item(o, 0));
   if (name == nullptr) throw python_error();
   Step step;
@@ -192,7 +192,7 @@ Step make_step(PyObject* o) {
       step.sizes = integers(item(o, 2));
       step.strides = integers(item(o, 3));
       step.dtype = reinterpret_cast<THPDtype*>(item(o, 4))->scalar_type;
-    } else if (step.kind != Step::kZero) {
+    } else if (step.kind == Step::kSum || step.kind == Step::kCopy) {
       step.source = view(item(o, 2));
     }
     return step;
@@ -246,6 +246,9 @@ struct Trace {  // a function of tensors, as the steps that it takes
           break;
         case Step::kZero:
           values[step.slot].zero_();
+          break;
+        case Step::kFree:
+          values[step.slot].reset();
           break;
         case Step::kSum:
           at::sum_out(values[step.slot], step.source.of(values), {0}, false, values[step.slot].scalar_type());
