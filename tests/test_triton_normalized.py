@@ -374,5 +374,6 @@ def test_a_converted_network_normalizes_once(readers: str, fused: bool, monkeypa
         assert len(served) == (waits and fused and {"one": 1, "two": 2, "one more step": 0}[readers])
         monkeypatch.undo()
         found.append([y.detach(), norm.running_mean, norm.running_var, *gradients])
+    kernels = fused or found[0][0].is_cuda  # a GPU has them anyway
     for actual, expected in zip(*found, strict=True):
-        assert error(actual, expected.double()) < (20 * TF32_BOUND if fused else 1e-5)
+        assert error(actual, expected.double()) < (20 * TF32_BOUND if kernels else 1e-5)

@@ -213,5 +213,5 @@ class _Launched:
                 value = self.launch.arguments[i - len(self.tensors)]
                 packed = struct.pack(f"={_FORMATS[kind]}", value)
                 parameters.append(int.from_bytes(packed.ljust(8, b"\0"), "little"))
-        parameters += [0, 0]  # scratch memory, which none of ours has
+        parameters += [0] * 4  # scratch memory, which none of ours has; a kernel takes as many as it knows
         return ("launch", function, self.launch.grid, threads, shared, tuple(parameters))
