@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,9 +24,9 @@ from misconv._triton.launch import Launch
 from misconv._triton.replay import Replays, replayer
 from misconv._triton.trace import Recorder
 from tests.reference import random_mfa
+from tests.test_compiled import script
 
-needs_compiler = pytest.mark.skipif(replay.why_not() is not None, reason=f"nothing is replayed: {replay.why_not()}")
-pytestmark = needs_compiler
+pytestmark = pytest.mark.skipif("no C++ compiler" in (replay.why_not() or ""), reason="no C++ compiler")
 CACHES = (
     operator._replays_of,
     normalized._replays_of,
@@ -65,7 +66,7 @@ def _replayed_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if torch.get_default_device().type == "cpu":
         monkeypatch.setattr(replay, "_DEVICES", ("cpu",))
         monkeypatch.setattr(Launch, "describe", stand_in)
-    assert replayer(wait=True) is not None
+    assert replayer(wait=True) is not None, replay.why_not()
     for cached in CACHES:
         cached.cache_clear()
     yield
@@ -384,3 +385,51 @@ def test_an_error_of_python_comes_through() -> None:
     assert is_replayed(y)
     with pytest.raises(ZeroDivisionError, match="on purpose"):
         y.sum().backward()
+
+
+# The module --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A process that has not asked for the module yet, and an empty cache; the library that there was."""
+    library = Path(replayer().__file__)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    replay._loading.cache_clear()
+    yield library
+    replay._loading.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [("no-such-compiler", "no C++ compiler no-such-compiler was found"), ("broken", "sorry: out of order")],
+)
+def test_where_it_cannot_be_compiled(
+    compiler: str, reason: str, fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Python goes on, without a word."""
+    script(tmp_path / "broken", "echo 'sorry: out of order' >&2; exit 3")
+    monkeypatch.setenv("CXX", str(tmp_path / compiler) if compiler == "broken" else compiler)
+    replays = simple(lambda x: [x.clone()])
+    for _ in range(4):
+        x = torch.randn(4)
+        assert torch.equal(replays(None, x), x)
+    assert reason in str(replay.why_not())
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_it_is_compiled_in_the_background(fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nobody waits for it; here by a compiler that takes what is there already."""
+    go = tmp_path / "go"
+    wait = f'while [ ! -e {go} ]; do sleep 0.02; done; while [ "$1" != -o ]; do shift; done; cp {fresh} "$2"'
+    monkeypatch.setenv("CXX", script(tmp_path / "slow", wait))
+    replays = simple(lambda x: [x.clone()], lambda needed, grads, *_: [grads[0].clone()])
+    for _ in range(4):
+        y = replays(None, torch.ones(4, requires_grad=True))
+        assert not is_replayed(y)
+    go.touch()
+    assert replay.why_not() is None
+    for _ in range(2):
+        y = replays(None, torch.ones(4, requires_grad=True))
+    assert is_replayed(y)
+    assert [path.suffix for path in (tmp_path / "cache" / "misconv").iterdir()] == [".so"]

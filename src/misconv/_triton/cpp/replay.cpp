@@ -40,10 +40,17 @@ constexpr uintptr_t kAligned = 16;  // bytes: kernels were compiled for such add
 
 // Python ------------------------------------------------------------------------------------------------------------
 
+// The error of Python that is set, kept for the thread that will hear of it: gradients have one of their own.
+[[noreturn]] void throw_error() {
+  python_error error;
+  error.persist();
+  throw error;
+}
+
 struct Reference {  // to an object of Python, which is given back
   PyObject* object;
   explicit Reference(PyObject* o) : object(o) {
-    if (o == nullptr) throw python_error();
+    if (o == nullptr) throw_error();
   }
   Reference(const Reference&) = delete;
   Reference& operator=(const Reference&) = delete;
@@ -53,13 +60,13 @@ struct Reference {  // to an object of Python, which is given back
 
 int64_t integer(PyObject* o) {
   const int64_t value = PyLong_AsLongLong(o);
-  if (value == -1 && PyErr_Occurred()) throw python_error();
+  if (value == -1 && PyErr_Occurred()) throw_error();
   return value;
 }
 
 PyObject* item(PyObject* tuple, Py_ssize_t i) {
   PyObject* found = PyTuple_GetItem(tuple, i);
-  if (found == nullptr) throw python_error();
+  if (found == nullptr) throw_error();
   return found;
 }
 
@@ -180,7 +187,7 @@ struct Step {
 Step make_step(PyObject* o) {
   static const std::array<const char*, 6> names{"empty", "zero", "free", "sum", "copy", "launch"};
   const char* name = PyUnicode_AsUTF8(item(o, 0));
-  if (name == nullptr) throw python_error();
+  if (name == nullptr) throw_error();
   Step step;
   size_t kind = 0;
   while (kind < names.size() && std::strcmp(names[kind], name) != 0) ++kind;
@@ -220,7 +227,7 @@ Step make_step(PyObject* o) {
       step.pointers.push_back({integer(item(each, 0)), integer(item(each, 1))});
     }
   }
-  if (PyErr_Occurred()) throw python_error();
+  if (PyErr_Occurred()) throw_error();
   return step;
 }
 
@@ -453,7 +460,7 @@ struct Replayed : torch::autograd::Function<Replayed> {
 template <typename T>
 T* unpack(PyObject* capsule, const char* name) {
   auto* found = static_cast<T*>(PyCapsule_GetPointer(capsule, name));
-  if (found == nullptr) throw python_error();
+  if (found == nullptr) throw_error();
   return found;
 }
 
