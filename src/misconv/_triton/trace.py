@@ -161,7 +161,7 @@ class Recorder(TorchDispatchMode):
         return slot, tuple(t.shape), t.stride(), offset
 
     def trace(self, outputs: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        """(steps, outputs, constants, number of slots), as `make_trace` of `cpp/replay.cpp` reads them."""
+        """(steps, outputs, constants, number of slots), as `make_trace` of `cpp/trace.h` reads them."""
         views = [None if t is None else self._view(t) for t in outputs]
         if self.problem is not None:
             raise UnknownStepError(self.problem)
@@ -195,7 +195,7 @@ class _Launched:
         self.launch, self.tensors, self.places = launch, tensors, places
 
     def packed(self, number: Callable[[tuple[str, int]], int]) -> _Step:
-        """As `make_step` of `cpp/replay.cpp` reads it."""
+        """As `make_step` of `cpp/trace.h` reads it."""
         described = self.launch.describe(self.tensors)
         if described is None:
             raise UnknownStepError("a kernel cannot be launched without Triton")
