@@ -146,17 +146,18 @@ template <class T, int W> struct Blocks {
 };
 
 struct Tap { // a pixel with sources under a window
-    i64 pixel, place; // in the table; in the kernel
+    std::int32_t number, place; // in the table; in the kernel
 };
 
-// sums[i] += Σ x_i w over the taps of a window and the channels of its group; the first with squared weights.
+// sums[i] = Σ x_i w over the taps of a window and the channels of its group; the first with squared weights. Their
+// squares are added to the variance, which begins with the first; either may be left out.
 template <class T, int W, int N, bool SQUARED>
-void respond(const Tap *taps, i64 count, const T *table, const T *filters, const T *squares, i64 inputs, i64 step,
-             T *sums, i64 apart) {
+void respond(const Tap *taps, i64 count, const T *table, i64 row, const T *filters, const T *squares, i64 inputs,
+             i64 step, T *sums, i64 apart, T *variance) {
     using V = Vector<T>;
     typename V::type sum[N][W] = {};
     for (i64 t = 0; t < count; t++) {
-        const T *x = table + taps[t].pixel;
+        const T *x = table + taps[t].number * row;
         i64 at = taps[t].place * inputs * W * V::lanes;
         for (i64 c = 0; c < inputs; c++, x += step)
 #pragma GCC unroll 8
@@ -167,16 +168,26 @@ void respond(const Tap *taps, i64 count, const T *table, const T *filters, const
                 for (int i = 1; i < N; i++) sum[i][j] += x[i] * w;
             }
     }
+    if (variance)
 #pragma GCC unroll 8
-    for (int i = 0; i < N; i++)
+        for (int j = 0; j < W; j++) {
+            T *to = variance + j * V::lanes;
+            typename V::type v = SQUARED ? sum[0][j] : V::load(to) + sum[0][j] * sum[0][j];
 #pragma GCC unroll 8
-        for (int j = 0; j < W; j++) V::store(sums + i * apart + j * V::lanes, sum[i][j]);
+            for (int i = 1; i < N; i++) v += sum[i][j] * sum[i][j];
+            V::store(to, v);
+        }
+    if (sums)
+#pragma GCC unroll 8
+        for (int i = 0; i < N; i++)
+#pragma GCC unroll 8
+            for (int j = 0; j < W; j++) V::store(sums + i * apart + j * V::lanes, sum[i][j]);
 }
 
 // The other way: linear += Σ x_i g_i, and for the first squared += x_0 g_0, of the filters under a window.
 template <class T, int W, int N, bool SQUARED>
-void gather(const Tap *taps, i64 count, const T *table, const T *given, i64 apart, i64 inputs, i64 step, T *linear,
-            T *squared) {
+void gather(const Tap *taps, i64 count, const T *table, i64 row, const T *given, i64 apart, i64 inputs, i64 step,
+            T *linear, T *squared) {
     using V = Vector<T>;
     typename V::type g[N][W];
 #pragma GCC unroll 8
@@ -184,7 +195,7 @@ void gather(const Tap *taps, i64 count, const T *table, const T *given, i64 apar
 #pragma GCC unroll 8
         for (int j = 0; j < W; j++) g[i][j] = V::load(given + i * apart + j * V::lanes);
     for (i64 t = 0; t < count; t++) {
-        const T *x = table + taps[t].pixel;
+        const T *x = table + taps[t].number * row;
         i64 at = taps[t].place * inputs * W * V::lanes;
         for (i64 c = 0; c < inputs; c++, x += step)
 #pragma GCC unroll 8
