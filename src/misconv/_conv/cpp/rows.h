@@ -61,17 +61,24 @@ template <class T, int W> struct Rows {
     }
 
     void find_taps(i64 image, i64 row, i64 first, i64 count) {
-        const i64 width = p.kernel[1], step = p.dilation[1];
+        const std::int32_t width = p.kernel[1], inputs = p.inputs();
+        const i64 step = p.dilation[1];
+        const bool join = step == 1 && p.groups == 1; // else neighbours are not side by side in the table
         for (i64 i = 0; i < count; i++) {
             Tap *const begin = &taps[i * p.taps()], *tap = begin;
             const std::int32_t *line = p.number + (image * p.padded[0] + row * p.stride[0]) * p.padded[1];
             line += columns[first + i] * p.stride[1];
-            for (i64 y = 0; y < p.kernel[0]; y++, line += p.dilation[0] * p.padded[1])
-                for (i64 x = 0; x < width; x++) {
+            for (std::int32_t y = 0; y < p.kernel[0]; y++, line += p.dilation[0] * p.padded[1]) {
+                if (join && line[0] && line[width - 1] - line[0] == width - 1) { // all of the row, as in most windows
+                    *tap++ = {line[0], y * width, width * inputs};
+                    continue;
+                }
+                for (std::int32_t x = 0; x < width; x++) {
                     const std::int32_t number = line[x * step];
-                    *tap = {number, std::int32_t(y * width + x)};
+                    *tap = {number, y * width + x, inputs};
                     tap += number != 0; // sooner than a branch that is hard to foresee
                 }
+            }
             counts[i] = tap - begin;
         }
     }
@@ -163,7 +170,7 @@ template <class T, int W> struct Rows {
         const i64 at = place(image, row) + filter * p.strides[1], q = lane(filter), apart = K * (p.rank + 1) - 1;
         take(p.response + at, first, count, mean);
         for (i64 i = 0; i < count; i++) v[i] = variance[i * K * O + q];
-        expected(mean, v, result);
+        expected(mean, v, count, result);
         if (K > 1) {
             for (i64 i = 0; i < count; i++) {
                 // As differences from the first: where all agree the shares must not even round.
@@ -204,8 +211,8 @@ template <class T, int W> struct Rows {
                 v[i] = variance[(i * K + k) * O + q];
                 m[i] = mean[i] + (k > 0 ? sums[(i * S + apart + k) * O + q] : T(0));
             }
-            slopes(m, v, in_mean, in_variance);
-            for (i64 i = 0; i < RUN; i++) {
+            slopes(m, v, count, in_mean, in_variance);
+            for (i64 i = 0; i < count; i++) {
                 in_mean[i] *= share * given[i];
                 in_variance[i] *= share * given[i];
                 total[i] += in_mean[i];
@@ -260,7 +267,7 @@ template <class T, int W> struct Rows {
                     });
                 for (i64 i = 0; i < count; i++)
                     for (const Tap *tap = &taps[i * p.taps()], *end = tap + counts[i]; tap < end; tap++)
-                        for (i64 c = 0; c < p.inputs(); c++) {
+                        for (i64 c = 0; c < tap->inputs; c++) {
                             T *to = p.grad_table + (tap->number * p.channels + g * p.inputs() + c) * S + s;
                             const T *from = &across[i * AT_ONCE * width + tap->place * p.inputs() + c];
                             for (i64 n = 0; n < some; n++) to[n] += from[n * width];
