@@ -48,6 +48,9 @@ template <class T> struct Problem {
     i64 per_group() const { return filters / groups; }
     i64 inputs() const { return channels / groups; }
     i64 taps() const { return kernel[0] * kernel[1]; }
+    i64 seen(int axis) const { // rows or columns of the image that lie under windows
+        return std::max<i64>(0, std::min(axis ? width : height, padded[axis] - before[axis]));
+    }
     i64 bands() const { return (size[0] + BAND - 1) / BAND; }
 };
 
@@ -106,8 +109,8 @@ inline void slopes(double m, double v, double &in_mean, double &in_variance) {
     in_variance = certain ? 0 : std::exp(-0.5 * z * z) * (0.25 * M_SQRT1_2 * M_2_SQRTPI) / s;
 }
 
-// Of `count` numbers, and of some that follow: STEP at a time. Functions of their own, which compilers turn into vectors
-// more readily than inlined ones.
+// Of `count` numbers, and of some that follow: STEP at a time. Functions of their own, which compilers turn into
+// vectors more readily than inlined ones.
 template <class T>
 [[gnu::noinline]] void expected(const T *__restrict m, const T *__restrict v, i64 count, T *__restrict result) {
     for (i64 from = 0; from < count; from += STEP)

@@ -83,8 +83,8 @@ template <class T, int W> struct Rows {
         }
     }
 
-    // The variance of each component and what comes out of the sources, of which the forward pass needs the means alone.
-    // The filters of a block stay in the cache.
+    // The variance of each component and what comes out of the sources, of which the forward pass needs the means
+    // alone. The filters of a block stay in the cache.
     void find_moments(i64 count, bool keep) {
         each_block([&](i64 g, i64 j, i64 s, i64 some, bool noise) {
             const i64 lane = g * group + j * bank[g].width, row = p.channels * S;
@@ -155,7 +155,8 @@ template <class T, int W> struct Rows {
         if (in_place) rectify(image, first_row, rows); // what is expected is not negative, and stays
     }
 
-    // The means, planes apart, come into the cache while the variances are computed.
+    // The means, planes apart, come into the cache while the variances are computed. Inline, as a function that does
+    // nothing else has no effect in the eyes of a compiler.
     [[gnu::always_inline]] void fetch(i64 image, i64 row, i64 first, i64 count) const {
         constexpr i64 line = 64 / sizeof(T);
         for (i64 o = 0; o < p.filters; o++)

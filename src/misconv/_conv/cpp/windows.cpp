@@ -21,7 +21,7 @@ template <class T, int W> void forward(const Problem<T> &p) {
 #pragma omp parallel num_threads(int(p.threads))
     {
         Rows<T, W> rows(p, bank, squares);
-#pragma omp for schedule(static, 1)
+#pragma omp for schedule(dynamic, 1) // a band takes as long as it has touched windows
         for (i64 item = 0; item < p.batch * p.bands(); item++) {
             const i64 row = item % p.bands() * BAND;
             rows.forward(item / p.bands(), row, std::min<i64>(BAND, p.size[0] - row));
@@ -114,8 +114,7 @@ struct Run {
 
 // f(run) for all pixels in the table.
 template <class T, class F> void each_run(const Problem<T> &p, F f) {
-    const i64 height = std::min(p.height, p.padded[0] - p.before[0]);
-    const i64 width = std::min(p.width, p.padded[1] - p.before[1]);
+    const i64 height = p.seen(0), width = p.seen(1);
 #pragma omp parallel num_threads(int(p.threads))
     {
         std::vector<i64> places(p.width + 1);
@@ -134,9 +133,9 @@ template <class T, class F> void each_run(const Problem<T> &p, F f) {
 // Fill `number` and `touching`, which are zeros.
 template <class T> void number_pixels(const Problem<T> &p) {
     std::int32_t last = 0;
-    const i64 width = std::min(p.width, p.padded[1] - p.before[1]);
+    const i64 width = p.seen(1);
     for (i64 image = 0; image < p.batch; image++)
-        for (i64 y = 0; y < std::min(p.height, p.padded[0] - p.before[0]); y++) {
+        for (i64 y = 0; y < p.seen(0); y++) {
             const auto *missing = p.missing + (image * p.height + y) * p.width;
             const i64 to = (image * p.padded[0] + y + p.before[0]) * p.padded[1] + p.before[1];
             std::copy(missing, missing + width, p.touching + to);
