@@ -76,6 +76,33 @@ def test_single_precision_against_double(setting: tuple[Any, ...], last: bool) -
 
 
 @needs_kernels
+@pytest.mark.parametrize("components", [1, 2])
+def test_long_rows(components: int) -> None:
+    """More touched windows side by side than the kernels take at once, with gaps and without."""
+    torch.manual_seed(0)
+    observed = torch.ones(2, 1, 12, 150, dtype=torch.bool)
+    observed[0, :, 3:9, 5:145] = False
+    observed[1] = torch.rand(12, 150) > 0.3
+    p, weight = random_mfa(2, components, 4, (3, 12, 150), observed).to(torch.float32), torch.randn(33, 3, 5, 5).float()
+    direction = torch.randn(expected_conv2d(p, weight, None, 1, 2).shape)
+    ours = gradients(p, weight, direction, 1, 2)
+    with plain():
+        exact = gradients(p.to(torch.float64), weight.double(), direction, 1, 2)
+    for a, b in zip(ours, exact, strict=True):
+        assert (a - b).norm() <= 2e-6 * b.norm() + 1e-12  # of weights it is a long sum, by the plain path as well
+    with torch.inference_mode():
+        assert torch.equal(expected_conv2d(p, weight, None, 1, 2), ours[0])
+
+
+@needs_kernels
+def test_no_window_sees_the_image() -> None:
+    p = random_mfa(2, 1, 3, (3, 1, 1), torch.zeros(2, 1, 1, 1, dtype=torch.bool))
+    weight, bias = torch.randn(4, 3, 1, 1), torch.randn(4)
+    found = expected_conv2d(p, weight, bias, 10, 3)  # its only window lies in the padding
+    torch.testing.assert_close(found, bias.relu().view(1, 4, 1, 1).expand(2, -1, -1, -1))
+
+
+@needs_kernels
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_everything_or_nothing_is_missing(share: float) -> None:
     p, weight = make(2, 2, 1), torch.randn(5, 4, 3, 3, requires_grad=True)

@@ -17,7 +17,8 @@ constexpr int BYTES = 32;
 #else
 constexpr int BYTES = 16;
 #endif
-constexpr int RUN = 32;    // windows of a row at a time
+constexpr int RUN = 64;    // windows of a row at a time
+constexpr int STEP = 16;   // of these, whose expectations are computed at once
 constexpr int AT_ONCE = 5; // sources at a time: their sums of two vectors each stay in registers
 constexpr int BAND = 16;   // rows of the response that a thread computes at a time
 
@@ -47,6 +48,9 @@ template <class T> struct Problem {
     i64 per_group() const { return filters / groups; }
     i64 inputs() const { return channels / groups; }
     i64 taps() const { return kernel[0] * kernel[1]; }
+    i64 seen(int axis) const { // rows or columns of the image that lie under windows
+        return std::max<i64>(0, std::min(axis ? width : height, padded[axis] - before[axis]));
+    }
     i64 bands() const { return (size[0] + BAND - 1) / BAND; }
 };
 
@@ -105,15 +109,18 @@ inline void slopes(double m, double v, double &in_mean, double &in_variance) {
     in_variance = certain ? 0 : std::exp(-0.5 * z * z) * (0.25 * M_SQRT1_2 * M_2_SQRTPI) / s;
 }
 
-// Of RUN numbers at a time; functions of their own, which compilers turn into vectors more readily than inlined ones.
+// Of `count` numbers, and of some that follow: STEP at a time. Functions of their own, which compilers turn into
+// vectors more readily than inlined ones.
 template <class T>
-[[gnu::noinline]] void expected(const T *__restrict m, const T *__restrict v, T *__restrict result) {
-    for (int i = 0; i < RUN; i++) result[i] = expected(m[i], v[i]);
+[[gnu::noinline]] void expected(const T *__restrict m, const T *__restrict v, i64 count, T *__restrict result) {
+    for (i64 from = 0; from < count; from += STEP)
+        for (i64 i = from; i < from + STEP; i++) result[i] = expected(m[i], v[i]);
 }
 template <class T>
-[[gnu::noinline]] void slopes(const T *__restrict m, const T *__restrict v, T *__restrict in_mean,
+[[gnu::noinline]] void slopes(const T *__restrict m, const T *__restrict v, i64 count, T *__restrict in_mean,
                               T *__restrict in_variance) {
-    for (int i = 0; i < RUN; i++) slopes(m[i], v[i], in_mean[i], in_variance[i]);
+    for (i64 from = 0; from < count; from += STEP)
+        for (i64 i = from; i < from + STEP; i++) slopes(m[i], v[i], in_mean[i], in_variance[i]);
 }
 
 // Vectors ---------------------------------------------------------------------------------------------------------
@@ -145,20 +152,21 @@ template <class T, int W> struct Blocks {
     T *block(i64 i) { return values.data() + i * rows * width; }
 };
 
-struct Tap { // a pixel with sources under a window
-    i64 pixel, place; // in the table; in the kernel
+struct Tap { // a pixel with sources under a window, or several that follow each other in the table
+    std::int32_t number, place, inputs; // in the table; in the kernel; channels of all these pixels
 };
 
-// sums[i] += Σ x_i w over the taps of a window and the channels of its group; the first with squared weights.
+// sums[i] = Σ x_i w over the taps of a window and the channels of its group; the first with squared weights. Their
+// squares are added to the variance, which begins with the first; either may be left out.
 template <class T, int W, int N, bool SQUARED>
-void respond(const Tap *taps, i64 count, const T *table, const T *filters, const T *squares, i64 inputs, i64 step,
-             T *sums, i64 apart) {
+void respond(const Tap *taps, i64 count, const T *table, i64 row, const T *filters, const T *squares, i64 inputs,
+             i64 step, T *sums, i64 apart, T *variance) {
     using V = Vector<T>;
     typename V::type sum[N][W] = {};
     for (i64 t = 0; t < count; t++) {
-        const T *x = table + taps[t].pixel;
+        const T *x = table + taps[t].number * row;
         i64 at = taps[t].place * inputs * W * V::lanes;
-        for (i64 c = 0; c < inputs; c++, x += step)
+        for (i64 c = 0; c < taps[t].inputs; c++, x += step)
 #pragma GCC unroll 8
             for (int j = 0; j < W; j++, at += V::lanes) {
                 const typename V::type w = V::load(filters + at);
@@ -167,16 +175,26 @@ void respond(const Tap *taps, i64 count, const T *table, const T *filters, const
                 for (int i = 1; i < N; i++) sum[i][j] += x[i] * w;
             }
     }
+    if (variance)
 #pragma GCC unroll 8
-    for (int i = 0; i < N; i++)
+        for (int j = 0; j < W; j++) {
+            T *to = variance + j * V::lanes;
+            typename V::type v = SQUARED ? sum[0][j] : V::load(to) + sum[0][j] * sum[0][j];
 #pragma GCC unroll 8
-        for (int j = 0; j < W; j++) V::store(sums + i * apart + j * V::lanes, sum[i][j]);
+            for (int i = 1; i < N; i++) v += sum[i][j] * sum[i][j];
+            V::store(to, v);
+        }
+    if (sums)
+#pragma GCC unroll 8
+        for (int i = 0; i < N; i++)
+#pragma GCC unroll 8
+            for (int j = 0; j < W; j++) V::store(sums + i * apart + j * V::lanes, sum[i][j]);
 }
 
 // The other way: linear += Σ x_i g_i, and for the first squared += x_0 g_0, of the filters under a window.
 template <class T, int W, int N, bool SQUARED>
-void gather(const Tap *taps, i64 count, const T *table, const T *given, i64 apart, i64 inputs, i64 step, T *linear,
-            T *squared) {
+void gather(const Tap *taps, i64 count, const T *table, i64 row, const T *given, i64 apart, i64 inputs, i64 step,
+            T *linear, T *squared) {
     using V = Vector<T>;
     typename V::type g[N][W];
 #pragma GCC unroll 8
@@ -184,9 +202,9 @@ void gather(const Tap *taps, i64 count, const T *table, const T *given, i64 apar
 #pragma GCC unroll 8
         for (int j = 0; j < W; j++) g[i][j] = V::load(given + i * apart + j * V::lanes);
     for (i64 t = 0; t < count; t++) {
-        const T *x = table + taps[t].pixel;
+        const T *x = table + taps[t].number * row;
         i64 at = taps[t].place * inputs * W * V::lanes;
-        for (i64 c = 0; c < inputs; c++, x += step)
+        for (i64 c = 0; c < taps[t].inputs; c++, x += step)
 #pragma GCC unroll 8
             for (int j = 0; j < W; j++, at += V::lanes) {
                 typename V::type sum = V::load(linear + at);

@@ -6,6 +6,8 @@
 // components 1, 2, ... from the first. Nothing but the response is written that would not stay in a cache; the
 // backward pass computes the moments again.
 
+#include <limits>
+
 #include <omp.h>
 
 #include "rows.h"
@@ -19,10 +21,10 @@ template <class T, int W> void forward(const Problem<T> &p) {
 #pragma omp parallel num_threads(int(p.threads))
     {
         Rows<T, W> rows(p, bank, squares);
-#pragma omp for schedule(static, 1)
+#pragma omp for schedule(dynamic, 1) // a band takes as long as it has touched windows
         for (i64 item = 0; item < p.batch * p.bands(); item++) {
             const i64 row = item % p.bands() * BAND;
-            for (i64 y = row; y < std::min(row + BAND, p.size[0]); y++) rows.forward(item / p.bands(), y);
+            rows.forward(item / p.bands(), row, std::min<i64>(BAND, p.size[0] - row));
         }
     }
 }
@@ -60,13 +62,14 @@ template <class T, int W> void backward(const Problem<T> &p) {
 #pragma omp for schedule(static, chunk)
         for (i64 item = 0; item < p.batch * p.bands(); item++) {
             const i64 image = item / p.bands(), row = item % p.bands() * BAND;
-            for (i64 y = row; y < std::min(row + BAND, p.size[0]); y++) {
-                rows.rectify_gradient(image, y);
+            const i64 end = std::min(row + BAND, p.size[0]);
+            rows.rectify_gradient(image, row, end - row);
+            for (i64 y = row; y < end; y++) {
                 rows.find(image, y);
                 for (i64 first = 0; first < i64(rows.columns.size()); first += RUN) {
                     const i64 count = std::min<i64>(RUN, rows.columns.size() - first);
                     rows.find_taps(image, y, first, count);
-                    rows.find_moments(count);
+                    rows.find_moments(count, true);
                     for (i64 o = 0; o < p.filters; o++)
                         rows.differentiate(image, y, o, first, count, &shares[item * p.components]);
                     rows.differentiate_factors(count);
@@ -95,56 +98,104 @@ template <class T, int W> void backward(const Problem<T> &p) {
 
 // Pixels ----------------------------------------------------------------------------------------------------------
 
-// f(number in the table, image, place in its planes) for every pixel that has one, images side by side.
-template <class T, class F> void each_pixel(const Problem<T> &p, F f) {
-#pragma omp parallel for num_threads(int(p.threads)) schedule(static)
-    for (i64 item = 0; item < p.batch * p.height; item++) {
-        const i64 image = item / p.height, row = item % p.height;
-        const auto *line = p.number + (image * p.padded[0] + row + p.before[0]) * p.padded[1] + p.before[1];
-        for (i64 x = 0; x < std::min(p.width, p.padded[1] - p.before[1]); x++)
-            if (row + p.before[0] < p.padded[0] && line[x] > 0) f(line[x], image, row * p.width + x);
+// Up to RUN pixels of a row that are in the table, one after the other.
+struct Run {
+    i64 number, image, count; // that of the first
+    const i64 *places;        // in the planes of the image
+    i64 below;                // how far it is to the next row
+    template <class T> void take(const T *plane, T *to) const {
+        // Holes go on below: what is taken next comes from far apart, and would be waited for.
+        for (i64 i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(plane + places[i] + below);
+        __builtin_prefetch(plane + places[count - 1] + below);
+        if (places[count - 1] - places[0] == count - 1) Vector<T>::copy(plane + places[0], count, to);
+        else for (i64 i = 0; i < count; i++) to[i] = plane[places[i]];
+    }
+};
+
+// f(run) for all pixels in the table.
+template <class T, class F> void each_run(const Problem<T> &p, F f) {
+    const i64 height = p.seen(0), width = p.seen(1);
+#pragma omp parallel num_threads(int(p.threads))
+    {
+        std::vector<i64> places(p.width + 1);
+#pragma omp for schedule(static)
+        for (i64 item = 0; item < p.batch * height; item++) {
+            const i64 image = item / height, y = item % height;
+            const auto *line = p.number + (image * p.padded[0] + y + p.before[0]) * p.padded[1] + p.before[1];
+            i64 count = 0;
+            for (i64 x = 0; x < width; x++) places[count] = y * p.width + x, count += line[x] > 0;
+            for (i64 i = 0; i < count; i += RUN)
+                f(Run{line[places[i] - y * p.width], image, std::min<i64>(RUN, count - i), &places[i], p.width});
+        }
     }
 }
 
-bool in_range(float size) { return size == 0 || (size >= 0x1p-45f && size <= 0x1p30f); }
-bool in_range(double) { return true; }
+// Fill `number` and `touching`, which are zeros.
+template <class T> void number_pixels(const Problem<T> &p) {
+    std::int32_t last = 0;
+    const i64 width = p.seen(1);
+    for (i64 image = 0; image < p.batch; image++)
+        for (i64 y = 0; y < p.seen(0); y++) {
+            const auto *missing = p.missing + (image * p.height + y) * p.width;
+            const i64 to = (image * p.padded[0] + y + p.before[0]) * p.padded[1] + p.before[1];
+            std::copy(missing, missing + width, p.touching + to);
+            std::int32_t *__restrict number = p.number + to;
+            for (i64 x = 0; x < width; x++) {
+                const bool listed = missing[x] | p.all;
+                last += listed;
+                number[x] = listed ? last : 0;
+            }
+        }
+}
+
+// largest = max(largest, the deviation) of RUN numbers; infinity where that is no number.
+template <bool SQUARED, class T> [[gnu::noinline]] void compare(const T *__restrict values, T *__restrict largest) {
+    for (int i = 0; i < RUN; i++) {
+        T size = SQUARED ? std::sqrt(values[i]) : std::fabs(values[i]);
+        size = size >= 0 ? size : std::numeric_limits<T>::infinity();
+        largest[i] = largest[i] < size ? size : largest[i];
+    }
+}
+
+template <class T> [[gnu::noinline]] bool in_range(const T *sizes) { // of RUN
+    const bool single = sizeof(T) == sizeof(float);
+    const T least = single ? 0x1p-45 : 0, most = single ? 0x1p30 : std::numeric_limits<T>::max();
+    int outside = 0;
+    for (int i = 0; i < RUN; i++) outside |= (sizes[i] != 0) & ((sizes[i] < least) | (sizes[i] > most));
+    return !outside;
+}
 
 // Fill `number`, `touching` (both are zeros) and `table`; whether no square of the sources leaves the range of float.
 template <class T> bool pack(const Problem<T> &p) {
-    std::int32_t last = 0;
-    for (i64 image = 0; image < p.batch; image++)
-        for (i64 y = 0; y < std::min(p.height, p.padded[0] - p.before[0]); y++) {
-            const i64 from = (image * p.height + y) * p.width;
-            const i64 to = (image * p.padded[0] + y + p.before[0]) * p.padded[1] + p.before[1];
-            for (i64 x = 0; x < std::min(p.width, p.padded[1] - p.before[1]); x++) {
-                p.touching[to + x] = p.missing[from + x];
-                if (p.missing[from + x] || p.all) p.number[to + x] = ++last;
-            }
-        }
-    const i64 plane = p.height * p.width;
+    number_pixels(p);
+    const i64 plane = p.height * p.width, row = p.channels * p.sources();
+    const bool partly = p.planes > 1 || p.all; // whether pixels in the table may be known
     bool good = true;
-    each_pixel(p, [&](i64 number, i64 image, i64 at) {
-        T *to = p.table + number * p.channels * p.sources();
+    each_run(p, [&](const Run &run) {
         bool fits = true;
+        T *to = p.table + run.number * row, values[RUN] = {};
+        const auto put = [&] { // the sources of a pixel stand side by side
+            for (i64 i = 0; i < run.count; i++) to[i * row] = values[i];
+            to++;
+        };
         for (i64 c = 0; c < p.channels; c++) {
-            const bool known = p.observed[(image * p.planes + (p.planes > 1 ? c : 0)) * plane + at];
-            T largest = 0;
-            for (i64 k = 0; k < p.components; k++) {
-                const i64 of = image * p.components + k;
-                const T d = known ? T(0) : p.noise[(of * p.channels + c) * plane + at];
-                fits &= d >= 0;
-                largest = std::max(largest, std::sqrt(d));
-                *to++ = d;
-                for (i64 l = 0; l < p.rank; l++) {
-                    const T a = known ? T(0) : p.factors[((of * p.rank + l) * p.channels + c) * plane + at];
-                    fits &= a == a;
-                    largest = std::max(largest, std::fabs(a));
-                    *to++ = a;
+            T largest[RUN] = {};
+            const auto *known = p.observed + (run.image * p.planes + (p.planes > 1 ? c : 0)) * plane;
+            for (i64 k = 0; k < p.components; k++)
+                for (i64 l = -1; l < p.rank; l++) {
+                    const i64 of = run.image * p.components + k;
+                    run.take(l < 0 ? p.noise + (of * p.channels + c) * plane
+                                   : p.factors + ((of * p.rank + l) * p.channels + c) * plane, values);
+                    for (i64 i = 0; partly && i < run.count; i++)
+                        if (known[run.places[i]]) values[i] = 0;
+                    l < 0 ? compare<true>(values, largest) : compare<false>(values, largest);
+                    put();
                 }
-            }
             fits &= in_range(largest);
-            for (i64 k = 0; k < p.components - 1; k++)
-                *to++ = p.apart[((image * (p.components - 1) + k) * p.channels + c) * plane + at];
+            for (i64 k = 0; k < p.components - 1; k++) {
+                run.take(p.apart + ((run.image * (p.components - 1) + k) * p.channels + c) * plane, values);
+                put();
+            }
         }
         if (!fits) {
 #pragma omp atomic write
@@ -156,21 +207,24 @@ template <class T> bool pack(const Problem<T> &p) {
 
 // The gradients of what `pack` has read, from those of the table; zeros are there already.
 template <class T> void unpack(const Problem<T> &p) {
-    const i64 plane = p.height * p.width;
-    each_pixel(p, [&](i64 number, i64 image, i64 at) {
-        const T *from = p.grad_table + number * p.channels * p.sources();
+    const i64 plane = p.height * p.width, row = p.channels * p.sources();
+    each_run(p, [&](const Run &run) {
+        const T *from = p.grad_table + run.number * row;
+        const auto put = [&](T *to, const std::uint8_t *known) {
+            for (i64 i = 0; i < run.count; i++)
+                if (!known || !known[run.places[i]]) to[run.places[i]] = from[i * row];
+            from++;
+        };
         for (i64 c = 0; c < p.channels; c++) {
-            const bool known = p.observed[(image * p.planes + (p.planes > 1 ? c : 0)) * plane + at];
-            for (i64 k = 0; k < p.components; k++) {
-                const i64 of = image * p.components + k;
-                for (i64 l = -1; l < p.rank; l++, from++) {
-                    if (known) continue;
-                    if (l < 0) p.grad_noise[(of * p.channels + c) * plane + at] = *from;
-                    else p.grad_factors[((of * p.rank + l) * p.channels + c) * plane + at] = *from;
+            const auto *known = p.observed + (run.image * p.planes + (p.planes > 1 ? c : 0)) * plane;
+            for (i64 k = 0; k < p.components; k++)
+                for (i64 l = -1; l < p.rank; l++) {
+                    const i64 of = run.image * p.components + k;
+                    put(l < 0 ? p.grad_noise + (of * p.channels + c) * plane
+                              : p.grad_factors + ((of * p.rank + l) * p.channels + c) * plane, known);
                 }
-            }
             for (i64 k = 0; k < p.components - 1; k++)
-                p.grad_apart[((image * (p.components - 1) + k) * p.channels + c) * plane + at] = *from++;
+                put(p.grad_apart + ((run.image * (p.components - 1) + k) * p.channels + c) * plane, nullptr);
         }
     });
 }
