@@ -88,8 +88,10 @@ def test_long_rows(components: int) -> None:
     ours = gradients(p, weight, direction, 1, 2)
     with plain():
         exact = gradients(p.to(torch.float64), weight.double(), direction, 1, 2)
-    for a, b in zip(ours, exact, strict=True):
-        assert (a - b).norm() <= 2e-6 * b.norm() + 1e-12  # of weights it is a long sum, by the plain path as well
+        theirs = gradients(p, weight, direction, 1, 2)
+    for a, b, c in zip(ours, exact, theirs, strict=True):
+        # The gradient of weights is a long sum, in which torch's own operations lose digits as well.
+        assert (a - b).norm() <= max(1e-6 * b.norm() + 1e-12, 2 * (c - b).norm())
     with torch.inference_mode():
         assert torch.equal(expected_conv2d(p, weight, None, 1, 2), ours[0])
 

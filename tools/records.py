@@ -1,18 +1,20 @@
 """Take the records of `misconv table` into `results/paper`, and give a folder of `misconv table` those that are there.
 
-    python tools/records.py merge misconv-paper/table-B-svhn.json … [--results results/paper]
+    python tools/records.py merge misconv-paper/table-B-svhn.json … [--results results/paper] [--commit COMMIT]
     python tools/records.py seed misconv-paper [--results results/paper]
 
 A GPU is often rented, and its folder of finished work is gone afterwards. What was copied from it is merged:
-a new record replaces that of the same row, seed and region. Rows of one table are compared with each other, so all have
-the same images and epochs, and those that have a density the same one: records of others are left out, and told. A
-folder that was seeded does not train again what its settings have not changed.
+a new record replaces that of the same row, seed and region. Where the code had gone there without its history, and
+MISCONV_COMMIT was not set, ``--commit`` says of which commit it was. Rows of one table are compared with each other, so
+all have the same images and epochs, and those that have a density the same one: records of others are left out, and
+told. A folder that was seeded does not train again what its settings have not changed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,11 @@ def write(path: Path, records: Sequence[Record]) -> None:
     store.write_bytes(path, f'{{"records": [\n{lines}\n]}}\n'.encode())
 
 
+def is_known(commit: str | None) -> bool:
+    """Whether this is a commit; it may be None, or one with changes that nobody knows."""
+    return commit is not None and re.fullmatch("[0-9a-f]{40}", commit) is not None
+
+
 def row_of(record: Record) -> tuple[Any, ...]:
     """What a record is about; two of the same do not stand in one table."""
     return tuple(record.get(part) for part in PARTS)
@@ -94,11 +101,17 @@ def merged(old: Sequence[Record], new: Sequence[Record]) -> tuple[list[Record], 
     return [record for record in found if fits(record)], [record for record in found if not fits(record)]
 
 
-def merge(paths: Iterable[Path], results: Path) -> list[str]:
-    """Merge the records of some files; returns what was done, a line for every file that was written."""
+def merge(paths: Iterable[Path], results: Path, commit: str | None = None) -> list[str]:
+    """Merge the records of some files; returns what was done, a line for every file that was written.
+
+    Args:
+        commit: that of records which do not know their own.
+    """
     by_file: dict[str, list[Record]] = {}
     for path in paths:
         for record in read(path):
+            if commit is not None and not is_known(record.get("commit")):
+                record["commit"] = commit
             if record["kind"] not in FILES:
                 raise SystemExit(f"{path} must hold records of {', '.join(FILES)}, got {record['kind']!r}")
             by_file.setdefault(f"{record['dataset']}-{FILES[record['kind']]}.json", []).append(record)
@@ -128,11 +141,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--results", type=Path, default=ROOT / "results" / "paper")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("merge").add_argument("files", type=Path, nargs="+")
+    merging = commands.add_parser("merge")
+    merging.add_argument("files", type=Path, nargs="+")
+    merging.add_argument("--commit", help="of records that do not know their own")
     commands.add_parser("seed").add_argument("folder", type=Path)
     options = parser.parse_args(arguments)
     if options.command == "merge":
-        print("\n".join(merge(options.files, options.results)))
+        if options.commit is not None and not is_known(options.commit):
+            raise SystemExit(f"--commit must be a whole commit, of 40 digits, got {options.commit!r}")
+        print("\n".join(merge(options.files, options.results, options.commit)))
     else:
         print(f"{seed(options.folder, options.results)} records in {options.folder}")
 
