@@ -48,6 +48,16 @@ def test_a_new_record_replaces_that_of_its_row(tool: dict[str, Any], tmp_path: P
     assert tool["merge"]([table], results) == ["svhn-recipe.json: 3 records"]  # again, and nothing changes
 
 
+def test_records_that_do_not_know_their_commit_are_told(tool: dict[str, Any], tmp_path: Path) -> None:
+    known, told = "a" * 40, "b" * 40
+    new = [record("mask", 0, commit=known), record("mask", 1, commit=f"{known}+"), record("mask", 2, commit=None)]
+    results, table = files(tool, tmp_path, [], new)
+    tool["merge"]([table], results, told)
+    assert [r["commit"] for r in tool["read"](results / "svhn-recipe.json")] == [known, told, told]
+    with pytest.raises(SystemExit, match="--commit must be a whole commit, of 40 digits, got 'abc'"):
+        tool["main"](["--results", str(results), "merge", str(table), "--commit", "abc"])
+
+
 def test_rows_of_another_density_are_left_out(tool: dict[str, Any], tmp_path: Path) -> None:
     # MFA imputation of the old density beside MisConv of the new one would be compared with it.
     old = [record("mask", 0), record("mfa", 0, "old"), record("misconv", 0, "old")]
