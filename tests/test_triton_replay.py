@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
@@ -365,6 +366,56 @@ def test_inputs_that_share_their_memory() -> None:
     for i in (0, 8, 8, 16):
         x, y = whole[i : i + 8], whole[8:16]
         assert torch.equal(replays(forward, x, y), x[1:])
+
+
+def test_a_tensor_that_is_given_twice() -> None:
+    """Which of two inputs was read cannot be told then, and the next call may have two."""
+
+    def forward(x: Tensor, y: Tensor) -> list[Tensor]:
+        return [y.clone()]
+
+    replays, one = simple(forward), torch.ones(8)
+    for _ in range(4):
+        assert torch.equal(replays(forward, one, one), one)
+    assert torch.equal(replays(forward, one, 2 * one), 2 * one)
+    p, w = make(rank=0), torch.randn(4, 2, 3, 3, dtype=torch.float32)
+    p = MFA(p.logits, p.means.abs(), p.factors, p.noise, p.observed, check=False)
+    same = MFA(p.logits, p.means, p.factors, p.means, p.observed, check=False)  # noise that is the mean, too
+    for _ in range(4):
+        convolve(same, w, None)
+    assert not torch.equal(convolve(p, w, None), convolve(same, w, None))
+    with torch.no_grad():
+        expected = plain_path(Convolution(w, None), "relu")(*p._parameters(), p.observed, w, None)
+    torch.testing.assert_close(convolve(p, w, None), expected, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints(reentrant: bool) -> None:
+    """What is computed again in the backward pass is replayed too, with as many saved tensors."""
+    p, w = make(), torch.randn(4, 2, 3, 3, dtype=torch.float32, requires_grad=True)
+    found = []
+    for _ in range(5):
+        y = checkpoint(lambda weight: convolve(p, weight, None), w, use_reentrant=reentrant)
+        found.append(torch.autograd.grad(y.square().sum(), w)[0] if not reentrant else _leaf_gradient(y, w))
+    assert all(torch.equal(found[0], each) for each in found[1:])
+
+
+def _leaf_gradient(y: Tensor, w: Tensor) -> Tensor:
+    """A reentrant checkpoint fills in gradients of leaves alone."""
+    w.grad = None
+    y.square().sum().backward()
+    assert w.grad is not None
+    return w.grad.clone()
+
+
+def test_fixed_statistics_that_learn_are_not_for_these_kernels() -> None:
+    p, w, norm = make(), torch.randn(4, 2, 3, 3, dtype=torch.float32), nn.BatchNorm2d(4, dtype=torch.float32).eval()
+    mean = torch.zeros(4, dtype=torch.float32, requires_grad=True)
+    for learned, served in ((mean, False), (mean.detach(), True)):
+        affine = fixed_batch_norm(learned, norm.running_var, None, None, norm.eps)
+        assert affine.statistics is not None
+        found = normalized.fixed_response(p, Convolution(w, None), affine.statistics, "relu")
+        assert (found is not None) == served
 
 
 def test_a_launch_that_somebody_watches_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:

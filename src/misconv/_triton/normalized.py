@@ -179,7 +179,7 @@ def fixed_response(p: MFA, conv: Convolution, norm: Statistics, activation: Acti
 
     None where these kernels cannot serve: for gradients, torch's own functions fold the normalization.
     """
-    parameters = (conv.weight, conv.bias, norm.weight, norm.bias, *p._parameters())
+    parameters = (conv.weight, conv.bias, *norm[:4], *p._parameters())
     if torch.compiler.is_compiling() or (
         torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in parameters)
     ):
@@ -198,6 +198,7 @@ def _fixed_replays_of(plan: Plan, eps: float) -> Replays:
 
 
 def _no_gradients(*_: Any) -> Any:
+    """Never asked for: `fixed_response` declines where something requires a gradient."""
     raise NotImplementedError("these kernels have no gradients")
 
 

@@ -13,6 +13,7 @@ import logging
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -169,6 +170,7 @@ class _Loading:
     def __init__(self) -> None:
         self.module: Any = None
         self.problem: str | None = None
+        self._lock = threading.Lock()  # gradients are computed by threads of their own
         root = Path(torch.__file__).parent
         includes = (root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"])
         abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
@@ -180,18 +182,25 @@ class _Loading:
             self.build, self.problem = None, f"the replay of launches {reason(problem)}"
 
     def load(self, wait: bool) -> Any:
-        if self.build is not None and (wait or self.build.is_done()):
-            build, self.build = self.build, None
-            try:
-                spec = importlib.util.spec_from_file_location("misconv_replay", build.wait())
-                assert spec is not None
-                assert spec.loader is not None
-                module = importlib.util.module_from_spec(spec)
-                spec.loader.exec_module(module)
-                self.module = module
-            except (OSError, ImportError, subprocess.SubprocessError) as problem:
-                self.problem = f"the replay of launches {reason(problem)}"
-        return self.module
+        """The module, as soon as it is there."""
+        with self._lock:
+            if self.build is not None and (wait or self.build.is_done()):
+                build, self.build = self.build, None
+                try:
+                    self.module = _imported(build.wait())
+                except (OSError, ImportError, subprocess.SubprocessError) as problem:
+                    self.problem = f"the replay of launches {reason(problem)}"
+            return self.module
+
+
+def _imported(path: Path) -> Any:
+    """The module in a library."""
+    spec = importlib.util.spec_from_file_location("misconv_replay", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 _loading = cache(_Loading)

@@ -54,6 +54,10 @@ class Recorder(TorchDispatchMode):
         self._number = 0  # of slots for what is made
         self._slots: dict[int, tuple[Any, Tensor]] = {}  # by memory: of what is made, or a constant
         self._alive: list[Any] = []  # so that no memory is taken twice
+        given = [t for t in inputs if t is not None]
+        self._device = given[0].device
+        if len({id(t) for t in given}) < len(given):  # next time they may be two, and who was meant is not known
+            self._fail("a tensor is given twice")
 
     def __enter__(self) -> Recorder:
         recorders[threading.get_ident()] = self
@@ -84,8 +88,12 @@ class Recorder(TorchDispatchMode):
     def _record(self, name: str, arguments: tuple[Any, ...], made: Tensor) -> None:
         """A tensor that was made."""
         is_sum = name == "sum" and len(arguments) == 2 and list(arguments[1]) == [0]
+        is_sum = is_sum and made.shape == arguments[0].shape[1:]  # without `keepdim`
         if name not in (*_EMPTY, *_ZEROS, *_COPIES) and not is_sum:
             self._fail(f"{name} is not known")
+            return
+        if made.device != self._device:
+            self._fail(f"{name} makes a tensor on another device")
             return
         source = self._view(arguments[0]) if is_sum or name in _COPIES else None
         slot = ("made", self._number)
@@ -163,6 +171,8 @@ class Recorder(TorchDispatchMode):
     def trace(self, outputs: Sequence[Tensor | None]) -> tuple[Any, ...]:
         """(steps, outputs, constants, number of slots), as `make_trace` of `cpp/trace.h` reads them."""
         views = [None if t is None else self._view(t) for t in outputs]
+        if any(v is not None and v[0][0] == "constant" for v in views):
+            self._fail("what is returned was made by nobody")
         if self.problem is not None:
             raise UnknownStepError(self.problem)
         first = {"input": 0, "constant": len(self.inputs), "made": len(self.inputs) + len(self.constants)}

@@ -197,7 +197,7 @@ Step make_step(PyObject* o) {
     }
     return step;
   }
-  // ("launch", kernel or callable, grid, threads, shared memory, ((is a pointer, number, or slot and bytes), …))
+  // ("launch", kernel or callable, grid, threads, shared memory, parameters: a number, or the slot and bytes of a pointer)
   PyObject* kernel = item(o, 1);
   if (PyLong_Check(kernel)) {
     step.kernel = reinterpret_cast<void*>(PyLong_AsUnsignedLongLong(kernel));
