@@ -334,6 +334,27 @@ def test_a_completion_is_compared_with_reconstructions_at_hidden_pixels_alone() 
     assert "hidden" not in make_generation(5, older).columns[-1], "records without it make no column"
 
 
+def test_a_large_network_is_measured_after_some_epochs_and_by_the_chosen_one(tmp_path: Path) -> None:
+    seldom = replace(generation._settings("digits"), epochs=3, measured=2)
+    made = Generation(experiment(tmp_path), seldom)
+    looks = []
+    measure = made.measure
+
+    def counted(name: str, model: Any) -> dict[str, float]:
+        looks.append(measure(name, model))
+        return looks[-1]
+
+    made.measure = counted  # type: ignore[method-assign]
+    (record,) = made.run(["zero"], [0])
+    found = measure("zero", made.load("zero", 0))
+    assert record["epoch"] == 3, "the last of so few epochs is the best"
+    assert len(looks) == 2, "after the second epoch, and by the chosen one"
+    assert record["psnr"] == pytest.approx(found["psnr"], rel=1e-4)
+    assert record["psnr_best"] == max(look["psnr"] for look in looks)
+    (note,) = (note for note in make_generation(5, [record]).notes if "chooses the epoch" in note and "†" not in note)
+    assert note.endswith("as in the paper (on digits one in 2 was measured).")
+
+
 @pytest.mark.parametrize("number", generation_tables.NUMBERS)
 def test_a_table_without_records(number: int) -> None:
     made = make_generation(number, [])

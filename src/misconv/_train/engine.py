@@ -40,6 +40,7 @@ _log = logging.getLogger("misconv")
 
 # Steps before a graph is captured: kernels compile, libraries choose algorithms, Adam makes its state.
 _WARM_UP = 3
+_PAUSE = 20  # how much longer a training goes on than its last checkpoint took to write
 
 
 def train(
@@ -64,7 +65,8 @@ def train(
         epochs: how long; or a `budget`, which may also be one of steps or minutes.
         patience: stop after this many rounds in which no job got better. A round is an epoch or less, see `Budget`.
         checkpoint: a file to continue from if it exists, and to write after a round.
-        checkpoint_seconds: the least time between two writes; with 0, the default, every round is written.
+        checkpoint_seconds: the least time between two writes, more where to write takes long; with 0, the default,
+            every round is written.
         progress, title, transient: of a bar; a transient one goes when it is done.
 
     Returns:
@@ -90,7 +92,7 @@ def train(
             run.loan, run.budget = loan, budget
         if found is not None:
             start -= _resume(running, file, *found, budget)
-        written = time.monotonic()
+        written, pause = time.monotonic(), checkpoint_seconds
 
         def spent() -> int:
             return budget.spent(running[0].place, time.monotonic() - start)
@@ -98,12 +100,14 @@ def train(
         bar = progress_bar(progress and fabric.global_rank == 0, title, budget.total, spent(), transient=transient)
         advance = stack.enter_context(bar)
         for record in _rounds(running, fabric, budget, start, patience, captured):
-            if checkpoint is not None and time.monotonic() - written >= checkpoint_seconds:
+            if checkpoint is not None and (begun := time.monotonic()) - written >= pause:
                 tensors = {f"{n}.{key}": t for n, run in enumerate(running) for key, t in run.tensors().items()}
                 numbers = [run.numbers() for run in running]
                 seconds = time.monotonic() - start
                 file.write(tensors, {"settings": settings, "jobs": numbers, "seconds": seconds})
                 written = time.monotonic()
+                if checkpoint_seconds:
+                    pause = max(checkpoint_seconds, _PAUSE * (written - begun))
             advance(record, spent())
     for job in jobs:
         job.seconds = (time.monotonic() - start) / len(jobs)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from misconv import missing, store
 from misconv._store import commit, device_name, versions
-from misconv._train import Job, as_floats, classifier_job, count_right, train
+from misconv._train import Job, as_floats, classifier_job, count_right, one_device, train
 from misconv.data import ImageSet
 from misconv.density import SMFA, ConvDMFA
 from misconv.layers import MisConv2d
@@ -35,7 +35,7 @@ from misconv.paper.inputs import BYTE, CachedMFA, IncompleteImages, Take
 from misconv.paper.methods import Method, method_named
 from misconv.paper.networks import Classifier
 from misconv.paper.scores import Record
-from misconv.paper.settings import REGIONS, SETTINGS, VALIDATION, Settings
+from misconv.paper.settings import FULL, REGIONS, SETTINGS, VALIDATION, Settings
 from misconv.training import fit_density
 
 if TYPE_CHECKING:
@@ -113,6 +113,12 @@ class Experiment:
         """The same experiment with other settings."""
         more: dict[str, Any] = {"progress": self.progress, "say": self.say, "filler": self.filler}
         return Experiment(self.data, self.shape, self.cache, self.fabric, settings=settings, **more)
+
+    def fabric_with(self, precision: str) -> Fabric:
+        """For trainings on a GPU with less precision; a CPU has full precision."""
+        if precision == FULL or self.device.type == "cpu":
+            return self.fabric
+        return one_device(self.device, precision)
 
     # Data ------------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from misconv import store
-from misconv._train import Job, classifier_job, cosine_schedule, one_device, train
+from misconv._train import Job, classifier_job, cosine_schedule, train
 from misconv.mfa import MFA
 from misconv.paper import splitting
 from misconv.paper.augment import EXTRA, Augmented, FreshlyHidden, Versions
@@ -33,7 +33,7 @@ from misconv.paper.methods import method_named
 from misconv.paper.networks import deviation_layer
 from misconv.paper.rows import Row, row_named
 from misconv.paper.scores import Record
-from misconv.paper.settings import VALIDATION
+from misconv.paper.settings import FULL, MIXED, VALIDATION
 from misconv.paper.splitting import SplittingSettings
 from misconv.paper.supmiwae import SupMIWAE, SupMIWAESettings
 from misconv.paper.teacher import Taught, teaching_loss
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 __all__ = ["RECIPES", "Joint", "RecipeSettings", "Runs", "Work", "recipe_of"]
 
 CHUNK = 1024  # images that a density sees at a time
-FULL, MIXED = "32-true", "bf16-mixed"
 JUDGED = 4  # completions of every validation image
 SUPMIWAE, SPLITTING = SupMIWAESettings(), SplittingSettings()
 
@@ -241,9 +240,7 @@ class Runs:
     @cached_property
     def fabric(self) -> Fabric:
         """Where and how precisely classifiers are trained; densities have full precision."""
-        if self.precision == FULL:
-            return self.experiment.fabric
-        return one_device(self.experiment.device, self.precision)
+        return self.experiment.fabric_with(self.precision)
 
     def _is_tuned(self, row: Row) -> bool:
         return bool(self.recipe.tuned) and row.source == "density"

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from misconv.paper.densities import DensitySettings
 from misconv.paper.flows import FlowSettings
 
-__all__ = ["AUTHORS", "REGIONS", "SETTINGS", "SHAPES", "VALIDATION", "ClassifierSettings", "Settings"]
+__all__ = ["AUTHORS", "FULL", "MIXED", "REGIONS", "SETTINGS", "SHAPES", "VALIDATION", "ClassifierSettings", "Settings"]
+
+FULL, MIXED = "32-true", "bf16-mixed"  # precisions of a training, in Fabric's words
 
 
 @dataclass(frozen=True)
