@@ -754,6 +754,23 @@ def test_an_interruption_while_a_graph_is_captured_is_passed_on(fabric: Fabric) 
 
 
 @gpu
+def test_an_error_before_the_capture_waits_for_what_was_launched(fabric: Fabric) -> None:
+    """What the launched steps still read is freed with the error."""
+    (one, *_) = resident(fabric)
+    launched = torch.cuda.Event()
+
+    def loss(model: nn.Module, indices: Tensor) -> tuple[Tensor, Tensor]:
+        torch.cuda._sleep(200_000_000)  # cycles, about a tenth of a second
+        launched.record()
+        raise Crash
+
+    one.loss = loss
+    with pytest.raises(Crash):
+        train([one], fabric, epochs=1, progress=False)
+    assert launched.query()
+
+
+@gpu
 def test_images_that_fill_no_batch_need_no_graph(fabric: Fabric, captures: list[tuple[int, bool]]) -> None:
     jobs = resident(fabric, size=BATCH - 1)
     histories = train(jobs, fabric, epochs=2, progress=False)

@@ -246,8 +246,11 @@ def _capture(running: Sequence[Running], device: torch.device) -> torch.cuda.CUD
     """One step of all jobs as a graph, a branch for each; None, and a line in the log, if it cannot be captured."""
     streams = [torch.cuda.Stream(device) for _ in running]
     copies = [run.snapshot() for run in running]
-    _branch(running, streams, _WARM_UP)
-    torch.cuda.synchronize(device)
+    try:
+        _branch(running, streams, _WARM_UP)
+    finally:
+        # Also after an error, which frees what the branches are still reading: its memory would go to somebody else.
+        torch.cuda.synchronize(device)
     for run, saved in zip(running, copies, strict=True):
         run.restore(saved)
     graph = torch.cuda.CUDAGraph()
