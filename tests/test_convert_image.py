@@ -210,6 +210,12 @@ def test_followed_in_groups(text: str) -> None:
     check_expectation(Preprocessed(statements(text), groups=3))
 
 
+@pytest.mark.parametrize("chosen", [slice(0, 2), slice(1, 3), slice(0, 3, 2)])
+def test_channels_chosen_by_a_view(chosen: slice) -> None:
+    model = Preprocessed(lambda m, x: x[:, chosen], channels=2)
+    check_expectation(model, channels=3)
+
+
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 def test_followed_with_repeating_padding(mode: str) -> None:
     model = Preprocessed(lambda m, x: F.pad(x * m.scale, (1, 1, 2, 2), mode=mode) - 0.5)

@@ -70,6 +70,11 @@ class Image:
     recomputed: bool = False  # by a reentrant checkpoint, whose backward pass is one inside another
 
     @property
+    def untouched(self) -> bool:
+        """Whether these are the images of the MFA, with all their channels."""
+        return not self.pixels.changed and len(self.index) == len(self.pixels.sources)
+
+    @property
     def sources(self) -> list[int]:
         """The channel of the MFA behind each channel."""
         return [self.pixels.sources[i] for i in self.index]
@@ -309,7 +314,7 @@ def random_image(p: MFA, image: Image, values: Tensor, mean: Callable[[], Tensor
     """
     pixels = image.pixels
     p = p.detach() if image.detached else p
-    if not pixels.changed:
+    if image.untouched:
         return p
     slope = slope_tensor(image, values)  # (c, 1, 1)
     if pixels.mode != "constant":
