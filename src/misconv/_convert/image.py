@@ -68,6 +68,7 @@ class Image:
     dropped: bool = False
     detached: bool = False  # without gradients
     recomputed: bool = False  # by a reentrant checkpoint, whose backward pass is one inside another
+    borrowed: bool = False  # whether the tensor lies in the memory of the MFA, where nobody may write
 
     @property
     def untouched(self) -> bool:
@@ -89,9 +90,10 @@ class Image:
         return replace(self, pixels=self.pixels.copy(self.index), index=list(range(len(self.index))))
 
 
-def source_image(channels: int) -> Image:
+def source_image(channels: int, *, borrowed: bool = False) -> Image:
     """The image as it enters the network."""
-    return Image(Pixels(list(range(channels)), [1.0] * channels), list(range(channels)))
+    index = list(range(channels))
+    return Image(Pixels(index.copy(), [1.0] * channels), index, borrowed=borrowed)
 
 
 # Arithmetic ----------------------------------------------------------------------------------------------------------
