@@ -210,6 +210,12 @@ def test_followed_in_groups(text: str) -> None:
     check_expectation(Preprocessed(statements(text), groups=3))
 
 
+@pytest.mark.parametrize("chosen", [slice(0, 2), slice(1, 3), slice(0, 3, 2)])
+def test_channels_chosen_by_a_view(chosen: slice) -> None:
+    model = Preprocessed(lambda m, x: x[:, chosen], channels=2)
+    check_expectation(model, channels=3)
+
+
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 def test_followed_with_repeating_padding(mode: str) -> None:
     model = Preprocessed(lambda m, x: F.pad(x * m.scale, (1, 1, 2, 2), mode=mode) - 0.5)
@@ -362,6 +368,62 @@ def test_the_users_image_is_left_alone() -> None:
     p = random_mfa(2, 2, 2, (3, 8, 8))
     means = p.means.clone()
     net(p)
+    assert torch.equal(p.means, means)
+
+
+class Returned(nn.Module):
+    """A network that returns its image, keeps it, and perhaps changes it behind its convolution."""
+
+    def __init__(self, change: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.change, self.kept = change, torch.zeros(0)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.conv(x).relu()
+        self.change(x)
+        self.kept = x
+        return y, x
+
+
+def convert_returned(change: Callable[[Tensor], Any]) -> Converted:
+    with pytest.warns(UserWarning, match=r"the image is also read by .*return\(\) in 'forward'"):
+        return convert(Returned(change))
+
+
+@pytest.mark.parametrize("change", [lambda x: None, lambda x: x.mul_(3), lambda x: x[:, :2].zero_()])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("made_in", [torch.no_grad, torch.inference_mode])
+def test_the_memory_of_the_mfa_is_never_handed_out(change: Any, mode: Any, made_in: Any) -> None:
+    """The image lies in it as long as the convolution alone reads it, and not any longer."""
+    if (mode, made_in) == (torch.enable_grad, torch.inference_mode):
+        pytest.skip("torch computes no gradients with inference tensors")
+    net = convert_returned(change)
+    with made_in():
+        p = random_mfa(2, 1, 2, (3, 8, 8))
+        means, image = p.means.clone(), p.means[:, 0].clone()
+        change(image)
+    with mode():
+        y, x = net(p)
+        assert type(x) is Tensor
+        assert torch.equal(x, image)
+        x.add_(1)
+        assert torch.equal(net.network.kept.add_(1), image + 1 + 1)  # one tensor, as it is in the network itself
+        assert torch.equal(p.means, means)
+        assert not p.means.requires_grad
+        assert same(y, net(p)[0])
+
+
+def test_a_learned_change_in_place_stays_out_of_the_graph_of_the_mfa() -> None:
+    net = convert_returned(lambda x: None)
+    net.network.change = lambda x: x.mul_(net.network.scale)
+    p = random_mfa(2, 1, 2, (3, 8, 8))
+    means = p.means.clone()
+    _, x = net(p)
+    x.sum().backward()
+    torch.testing.assert_close(net.network.scale.grad, means.sum())
+    assert p.means.grad_fn is None
     assert torch.equal(p.means, means)
 
 

@@ -191,9 +191,11 @@ class Converted(nn.Module):
         norm = None if stem.norm is None else _submodule(network, stem.norm)
         if type(norm) is nn.SyncBatchNorm:
             norm.__class__ = SyncBatchNorm  # ours can be followed
-        parts = (_submodule(network, stem.convolution), norm)
-        hooked = any(part is not None and part is not network and part._forward_hooks for part in parts)
-        return replace(stem, kept=True) if hooked and not stem.kept else stem
+        if not stem.kept:
+            for part in (_submodule(network, stem.convolution), norm):
+                if part is not None and part is not network and part._forward_hooks:
+                    return replace(stem, kept=True)
+        return stem
 
     def to_mfa(self, x: Any, observed: Any = None) -> MFA:
         """The MFA of the arguments of `forward`."""

@@ -130,6 +130,8 @@ def is_number(value: object) -> bool:
 
 def check_size(name: str, value: int) -> int:
     """A count of images, rows or columns: an integer of at least one, returned as Python's."""
+    if type(value) is int and 1 <= value < 2**63:  # before every layer, so at once
+        return value
     if not is_integer(value) or not 1 <= value < 2**63:
         raise ValueError(f"{name} must be an integer of at least 1, got {describe(value)}")
     return int(value)

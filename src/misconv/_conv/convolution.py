@@ -13,7 +13,9 @@ from misconv._math import Padding, Pair, margins, output_size, pair
 __all__ = ["Convolution"]
 
 
-@dataclass(frozen=True, eq=False)  # not a named tuple, whose properties torch 2.8 cannot compile
+# Not frozen: one is made before every layer, and that would take twice as long. Not a named tuple, whose properties
+# torch 2.8 cannot compile.
+@dataclass(eq=False)
 class Convolution:
     """A convolution: its filters, and how they move over an image.
 

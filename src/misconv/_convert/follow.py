@@ -45,25 +45,28 @@ __all__ = ["SyncBatchNorm", "answer", "mark"]
 
 def answer(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a function returns that may read stand-ins."""
-    records = tracker.records_in(args, kwargs)
-    done = [(tensor, record.result) for tensor, record in records if isinstance(record, Done)]
+    done: list[tuple[Tensor, Tensor]] = []
+    responses: list[tuple[Tensor, Response]] = []
+    images: list[tuple[Tensor, Image]] = []
+    for tensor, record in tracker.records_in(args, kwargs):
+        if isinstance(record, Response):
+            responses.append((tensor, record))
+        elif isinstance(record, Done):
+            done.append((tensor, record.result))
+        elif record is not None and among(images, tensor) is None:
+            images.append((tensor, record))
     if done:
         args, kwargs = substituted((args, kwargs), lambda tensor: _or_else(among(done, tensor), tensor))
         return func(*args, **kwargs)
-    for tensor, record in records:
-        if isinstance(record, Response):
-            return _answer_response(tracker, tensor, record, func, args, kwargs)
-    images: list[tuple[Tensor, Image]] = []
-    for tensor, record in records:
-        if isinstance(record, Image) and among(images, tensor) is None:
-            images.append((tensor, record))
-    if not images:
-        return tracker.call(func, args, kwargs)
-    first = args[0] if args else kwargs.get("input")
-    image = among(images, first)
-    if func is F.conv2d and image is not None and not image.dropped:
-        return _convolve(tracker, image, func, args, kwargs)
-    return answer_image(tracker, images, func, args, kwargs)
+    if images and not responses and func is F.conv2d:
+        image = among(images, args[0] if args else kwargs.get("input"))
+        if image is not None and not image.dropped:
+            return _convolve(tracker, image, func, args, kwargs)
+    for tensor, image in images:
+        tracker.own(tensor, image)
+    if responses:
+        return _answer_response(tracker, *responses[0], func, args, kwargs)
+    return answer_image(tracker, images, func, args, kwargs) if images else tracker.call(func, args, kwargs)
 
 
 def _or_else(value: Tensor | None, default: Tensor) -> Tensor:
@@ -74,15 +77,14 @@ def _or_else(value: Tensor | None, default: Tensor) -> Tensor:
 
 
 def _convolve(tracker: Tracker, image: Image, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    more = dict(zip(names, args, strict=False)) | kwargs
-    tensor: Tensor = more.pop("input")
+    tensor, weight, bias, *geometry = _conv_arguments(*args, **kwargs)
     tracker.calls += 1
-    if tracker.stem is not None and not _is_stem(tracker, more["weight"]):
+    if tracker.stem is not None and not _is_stem(tracker, weight):
         return unfollowed(tracker, [(tensor, image)], func, args, kwargs, tracker.call(func, args, kwargs))
-    reason = image.pixels.spoiled
-    if image.pixels.mode != "constant" and more.get("padding", 0) not in (0, (0, 0), [0, 0], (0,), "valid"):
-        reason = f"padding with {image.pixels.mode} and then with zeros, by the convolution itself,"
+    pixels = image.pixels
+    reason = pixels.spoiled
+    if pixels.mode != "constant" and geometry[1] not in (0, (0, 0), [0, 0], (0,), "valid"):
+        reason = f"padding with {pixels.mode} and then with zeros, by the convolution itself,"
     if reason is not None:
         if tracker.stem is not None:
             raise RuntimeError(f"the stem {tracker.stem} cannot be followed any more: {reason} changes the image")
@@ -97,15 +99,27 @@ def _convolve(tracker: Tracker, image: Image, func: Any, args: Any, kwargs: dict
     def mean() -> Tensor:
         return tracker.p.mean.detach() if tracker.detaches else tracker.p.mean
 
-    response = Response(convolve(tracker.p, image, tracker.values(tensor), mean, **more))
+    response = Response(tracker.call(convolve, (tracker.p, image, tensor, mean, weight, bias, *geometry), {}))
     if min(response.convolution.size) < 1:
         raise ValueError(
-            f"x must be at least as large as the windows of the first convolution, {tuple(more['weight'].shape[2:])} "
+            f"x must be at least as large as the windows of the first convolution, {tuple(weight.shape[2:])} "
             f"with its padding and dilation, got images of {tuple(tracker.p.shape[-2:])}"
         )
-    tracker.weight = more["weight"]
+    tracker.weight = weight
     tracker.note(image, "conv2d", "convolution", result=response)
     return _proceed(tracker, None, response, lambda: tracker.call(func, args, kwargs))
+
+
+def _conv_arguments(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> tuple[Any, ...]:
+    return input, weight, bias, stride, padding, dilation, groups
 
 
 def _is_stem(tracker: Tracker, weight: Tensor) -> bool:
@@ -133,16 +147,20 @@ def _answer_response(
     name = plain_name(func)
     first = args[0] if args else kwargs.get("input", kwargs.get("self"))
     response = _recorded(tracker, tensor, response)
-    if first is tensor and name in ALIASES and (name != "detach" or by_checkpoint()):
-        return _alias(tracker, tensor, response, func, args, kwargs)
-    is_norm = first is tensor and func in (F.batch_norm, sync_batch_norm)
-    step = (_normalized if is_norm else _scaled)(tracker, tensor, response, func, args, kwargs)
-    if step is not None:
-        tracker.note(response, name, "norm" if is_norm else "affine", result=step)
+    if first is tensor:
+        if name in POINTWISE and _is_activation(tracker, name):
+            return _activate(tracker, tensor, response, func, args, kwargs)
+        if func in (F.batch_norm, sync_batch_norm):
+            step = _normalized(tracker, response, func, args, kwargs)
+            tracker.note(response, name, "norm", result=step)
+            return _proceed(tracker, None, step, lambda: tracker.call(func, args, kwargs))
+        if name in ALIASES and (name != "detach" or by_checkpoint()):
+            return _alias(tracker, tensor, response, func, args, kwargs)
+    scaled = _scaled(tensor, response, func, args, kwargs) if name in _image.ARITHMETIC else None
+    if scaled is not None:
+        tracker.note(response, name, "affine", result=scaled)
         in_place = tensor if works_in_place(func, args, kwargs) else None
-        return _proceed(tracker, in_place, step, lambda: tracker.call(func, args, kwargs))
-    if first is tensor and name in POINTWISE and _is_activation(tracker, name):
-        return _activate(tracker, tensor, response, func, args, kwargs)
+        return _proceed(tracker, in_place, scaled, lambda: tracker.call(func, args, kwargs))
     if _is_named_end(tracker, tensor, func, args):
         return (_end(tracker, response, tracker.activation),)
     return _read(tracker, tensor, response, func, args, kwargs)
@@ -165,28 +183,22 @@ def _recorded(tracker: Tracker, tensor: Tensor, response: Response) -> Response:
     )
 
 
-def _normalized(
-    tracker: Tracker, tensor: Tensor, response: Response, func: Any, args: Any, kwargs: dict[str, Any]
-) -> Response:
+def _normalized(tracker: Tracker, response: Response, func: Any, args: Any, kwargs: dict[str, Any]) -> Response:
     """The response after a normalization."""
-    kwargs = {key: value for key, value in kwargs.items() if key != "input"}
+    if "input" in kwargs:
+        kwargs = {key: value for key, value in kwargs.items() if key != "input"}
     stem = tracker.stem
     # Nobody else may want to see what lies between a normalization and its activation.
     delay = func is F.batch_norm and stem is not None and not stem.kept and tracker.table is None
     return batch_norm(response, *args[1:], **kwargs, delay=delay and tracker.outputs is None)
 
 
-def _scaled(
-    tracker: Tracker, tensor: Tensor, response: Response, func: Any, args: Any, kwargs: dict[str, Any]
-) -> Response | None:
-    """The response after arithmetic per channel; None where the function is something else."""
-    name = plain_name(func)
-    if name not in _image.ARITHMETIC:
-        return None
+def _scaled(tensor: Tensor, response: Response, func: Any, args: Any, kwargs: dict[str, Any]) -> Response | None:
+    """The response after arithmetic per channel; None where the function does more."""
     operands, rest = operands_of(args, kwargs)
     places = [place for place, operand in enumerate(operands) if operand is tensor]
     if len(places) == 1 and "out" not in rest:
-        return operate(response, func, name, operands, places[0], rest)
+        return operate(response, func, plain_name(func), operands, places[0], rest)
     return None
 
 

@@ -68,6 +68,12 @@ class Image:
     dropped: bool = False
     detached: bool = False  # without gradients
     recomputed: bool = False  # by a reentrant checkpoint, whose backward pass is one inside another
+    borrowed: bool = False  # whether the tensor lies in the memory of the MFA, where nobody may write
+
+    @property
+    def untouched(self) -> bool:
+        """Whether these are the images of the MFA, with all their channels."""
+        return not self.pixels.changed and len(self.index) == len(self.pixels.sources)
 
     @property
     def sources(self) -> list[int]:
@@ -84,9 +90,10 @@ class Image:
         return replace(self, pixels=self.pixels.copy(self.index), index=list(range(len(self.index))))
 
 
-def source_image(channels: int) -> Image:
+def source_image(channels: int, *, borrowed: bool = False) -> Image:
     """The image as it enters the network."""
-    return Image(Pixels(list(range(channels)), [1.0] * channels), list(range(channels)))
+    index = list(range(channels))
+    return Image(Pixels(index.copy(), [1.0] * channels), index, borrowed=borrowed)
 
 
 # Arithmetic ----------------------------------------------------------------------------------------------------------
@@ -309,7 +316,7 @@ def random_image(p: MFA, image: Image, values: Tensor, mean: Callable[[], Tensor
     """
     pixels = image.pixels
     p = p.detach() if image.detached else p
-    if not pixels.changed:
+    if image.untouched:
         return p
     slope = slope_tensor(image, values)  # (c, 1, 1)
     if pixels.mode != "constant":

@@ -88,7 +88,8 @@ class Stem:
 # Convolution ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
+# Not frozen, as all of these are made in every run of a network: that would take twice as long.
+@dataclass(eq=False)
 class ConvolvedImage:
     """A convolution of random images.
 
@@ -140,18 +141,20 @@ def convolve(
         )
     p = p if p.device == values.device else p.to(values.device)
     made = _image.random_image(p, image, values, mean)
-    margins, mode = image.pixels.margins, "zeros"
-    if image.pixels.mode != "constant":
-        padding, mode = (margins[2], margins[0]), image.pixels.mode
-    distinct = None
-    sources = [source for source in image.sources if source != _image.CERTAIN]
-    if len(set(sources)) < len(sources):
-        around = p if mode != "zeros" or not any(margins) else pad_images(p, margins)
-        summed = _summed_weights(image, weight, groups, p.shape[1]).to(around.dtype)
-        distinct = around, Convolution(summed, None, stride, padding, dilation, 1, mode)
+    mode, distinct = "zeros", None
+    if not image.untouched:
+        margins = image.pixels.margins
+        if image.pixels.mode != "constant":
+            padding, mode = (margins[2], margins[0]), image.pixels.mode
+        sources = [source for source in image.sources if source != _image.CERTAIN]
+        if len(set(sources)) < len(sources):
+            around = p if mode != "zeros" or not any(margins) else pad_images(p, margins)
+            summed = _summed_weights(image, weight, groups, p.shape[1]).to(around.dtype)
+            distinct = around, Convolution(summed, None, stride, padding, dilation, 1, mode)
     last = _is_channels_last(values) or _is_channels_last(weight)
     conv = Convolution(weight, bias, stride, padding, dilation, groups, mode)
-    size = (len(made), weight.shape[0], *conv.size(made.means.shape[-2:]))
+    batch, *_, height, width = made.means.shape
+    size = (batch, weight.shape[0], *conv.size((height, width)))
     return ConvolvedImage(made, conv, size, distinct, last, torch.is_grad_enabled())
 
 
@@ -196,7 +199,7 @@ class DelayedBatchNorm:
         return self.norm._replace(running_mean=None, running_var=None) if self.counted else self.norm
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen either
 class Response:
     """The response of a convolution on its way to the activation: convolved, then an affine map for each channel."""
 

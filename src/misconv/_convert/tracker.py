@@ -9,7 +9,7 @@ watches all functions, and the records are in a table.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +57,7 @@ class Read:
         return f"{called} in {self.where or 'forward'!r}"
 
 
-_DIM = Tensor.dim
+_NOTHING = nullcontext()
 
 
 class Tracked(Tensor):
@@ -71,15 +71,18 @@ class Tracked(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # Every normalization asks for the number of dimensions, which is that of the stand-in.
-        if func is not _DIM:
-            first = args[0] if args else None  # who it is as a rule
-            tracked = [first] if type(first) is Tracked and first.record is not None else _tracked_in((args, kwargs))
-            if tracked:
-                tracker = tracked[0].tracker
-                return tracker.answer(tracker, func, args, kwargs)
+        first: Any = args[0] if args else None  # who it is as a rule
+        if type(first) is not Tracked or first.record is None:
+            first = first_of(_tracked_in(args, kwargs))
+        if first is not None:
+            return first.tracker.answer(first.tracker, func, args, kwargs)
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+    def dim(self) -> int:
+        """Asked for by every normalization, so without the long way through all functions."""
+        with DisableTorchFunctionSubclass():
+            return super().dim()
 
 
 class _Watch(TorchFunctionMode):
@@ -120,12 +123,26 @@ class Tracker:
 
     def start(self) -> Tensor:
         """The stand-in for the image: its mean."""
+        means = self.p.means
+        if self._may_borrow(means):
+            # Detached, so that what is computed in place can never become a part of the graph of the MFA.
+            return self.track(means.detach().select(1, 0), _image.source_image(means.shape[2], borrowed=True))
         mean = self.p.mean
         if self.detaches and mean.requires_grad:
             # The stem takes its gradients from the MFA; what else reads the image is connected when it does. An
             # activation checkpoint would otherwise go through the density twice.
             mean = mean.detach().requires_grad_().clone()
         return self.track(mean, _image.source_image(mean.shape[1]))
+
+    def _may_borrow(self, means: Tensor) -> bool:
+        """Whether the stand-in for the image may lie in the memory of the MFA, until somebody needs a copy (`own`).
+
+        Nobody does in most networks, which hand the image to their convolution alone. A copy would be of the same
+        layout, and of the same kind: one of an inference tensor may be none.
+        """
+        if not self.detaches or means.shape[1] > 1 or not means.is_contiguous() or self.has_gradients():
+            return False
+        return means.is_inference() == torch.is_inference_mode_enabled()
 
     @property
     def detaches(self) -> bool:
@@ -134,7 +151,7 @@ class Tracker:
 
     def following(self) -> AbstractContextManager[Any]:
         """What must be active while the network runs."""
-        return nullcontext() if self.table is None else _Watch(self)
+        return _NOTHING if self.table is None else _Watch(self)
 
     def finish(self, result: Any) -> Any:
         """What the network returns, without records."""
@@ -182,7 +199,7 @@ class Tracker:
     def records_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, Record | None]]:
         """The tensors among the arguments of a function that may stand for something, and what they stand for."""
         if self.table is None:
-            return [(tensor, tensor.record) for tensor in _tracked_in((args, kwargs))]
+            return [(tensor, tensor.record) for tensor in _tracked_in(args, kwargs)]
         return [(tensor, self.record(tensor)) for tensor in _tensors_in((args, kwargs))]
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -199,8 +216,16 @@ class Tracker:
         with DisableTorchFunctionSubclass():
             return tensor.as_subclass(Tensor)
 
+    def own(self, tensor: Tensor, image: Image) -> None:
+        """Give an image memory of its own, before somebody writes there or makes a view of it."""
+        if image.borrowed:
+            image.borrowed = False
+            with DisableTorchFunctionSubclass(), torch.inference_mode(tensor.is_inference()):
+                tensor.data = tensor.clone()
+
     def connected(self, tensor: Tensor, image: Image) -> Tensor:
         """The mean image, or what has become of it, with its gradients."""
+        self.own(tensor, image)
         values = self.values(tensor)
         if image.detached or not self.detaches or not self.has_gradients():
             return values
@@ -249,17 +274,19 @@ def among(pairs: Sequence[tuple[Tensor, Any]], tensor: object) -> Any:
 # Nested arguments ----------------------------------------------------------------------------------------------------
 
 _NESTED = (tuple, list, dict)
+_FLAT = {int, float, bool, type(None), Tensor, nn.Parameter}  # most arguments, which hold no others
 
 
-def _tracked_in(value: tuple[Any, ...] | list[Any] | dict[Any, Any]) -> list[Tracked]:
+def _tracked_in(args: Iterable[Any], kwargs: dict[Any, Any]) -> list[Tracked]:
     """The tensors with a record among nested arguments."""
     found: list[Tracked] = []
-    for item in value.values() if isinstance(value, dict) else value:
-        if type(item) is Tracked:
+    for item in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(item)
+        if kind is Tracked:
             if item.record is not None:
                 found.append(item)
-        elif isinstance(item, _NESTED) and item:
-            found += _tracked_in(item)
+        elif kind not in _FLAT and isinstance(item, _NESTED):
+            found += _tracked_in((), item) if isinstance(item, dict) else _tracked_in(item, {})
     return found
 
 

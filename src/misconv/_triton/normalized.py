@@ -132,12 +132,16 @@ def _is_ready(norm: BatchNorm, plan: Plan) -> bool:
 
 def _are_vectors(vectors: Sequence[Tensor | None], plan: Plan) -> bool:
     """Whether these have a number for each channel, where and as a kernel reads it."""
-    given = [t for t in vectors if t is not None]
     shape, device = plan.weight[:1], plan.device
-    for t in given:  # before every layer: a generator would take as long again
-        if t.shape != shape or t.device != device or not t.is_contiguous():
+    for t in vectors:  # before every layer: a generator would take as long again
+        if t is not None and (t.shape != shape or t.device != device or not t.is_contiguous()):
             return False
-    return is_ordinary(*given)
+    return _are_ordinary(vectors)
+
+
+def _are_ordinary(vectors: Sequence[Tensor | None]) -> bool:
+    """Whether these have memory that a kernel may read."""
+    return is_ordinary(*[t for t in vectors if t is not None])
 
 
 def _forward(
@@ -179,17 +183,22 @@ def fixed_response(p: MFA, conv: Convolution, norm: Statistics, activation: Acti
 
     None where these kernels cannot serve: for gradients, torch's own functions fold the normalization.
     """
-    parameters = (conv.weight, conv.bias, *norm[:4], *p._parameters())
-    if torch.compiler.is_compiling() or (
-        torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in parameters)
-    ):
+    if torch.compiler.is_compiling():
+        return None
+    vectors = norm[:4]
+    inputs = (p.logits, p.means, p.factors, p.noise, p.observed, conv.weight, conv.bias, *vectors)
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
         return None
     plan = find_plan(p, conv, True, kernel_of(activation))
-    if plan is None or not _are_vectors(norm[:4], plan):
+    if plan is None:
         return None
-    inputs = (p.logits, p.means, p.factors, p.noise, p.observed, conv.weight, conv.bias, *norm[:4])
-    result: Tensor = _fixed_replays_of(plan, norm.eps)(_no_gradients, *inputs)
-    return result
+    replays = _fixed_replays_of(plan, norm.eps)
+    # What is replayed was recorded for vectors of this size, type and place, which are not looked at again.
+    result = replays.replayed(_no_gradients, inputs) if _are_ordinary(vectors) else None
+    if result is None and _are_vectors(vectors, plan):
+        result = replays(_no_gradients, *inputs)
+    made: Tensor | None = result
+    return made
 
 
 @lru_cache(1024)

@@ -59,7 +59,8 @@ class Replays:
     ) -> None:
         self.forward, self.backward, self.results, self.mutated = forward, backward, results, mutated
         self.device, self._calls, self._records = device, 0, 0
-        self._replays: Any = None  # of the compiled module
+        self._call: Any = None  # of the compiled module
+        self._replays: Any = None  # of the compiled module, too
         self._launches: list[Any] = []  # as long as they live, so do the functions of their kernels
 
     def __call__(self, plain: Plain, *inputs: Tensor | None) -> Any:
@@ -68,13 +69,18 @@ class Replays:
         Args:
             plain: (*inputs) -> the same by formulas of torch, for derivatives of derivatives.
         """
-        if self._replays is not None and not is_watched():
-            result = replayer().call(self._replays, partial(self.differentiate, plain), *inputs)
-            if result is not None:
-                return result
+        result = self.replayed(plain, inputs)
+        if result is not None:
+            return result
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
             return _Differentiable.apply(self, plain, *inputs)
         return self.returned(self.run(inputs))
+
+    def replayed(self, plain: Plain, inputs: Tensors) -> Any:
+        """The same for tensors of sizes, strides, types and devices that were recorded; None for others."""
+        if self._replays is None or is_watched():
+            return None
+        return self._call(self._replays, partial(self.differentiate, plain), *inputs)
 
     def returned(self, made: Sequence[Tensor | None]) -> Any:
         """What the caller gets."""
@@ -88,7 +94,7 @@ class Replays:
         if module is None:
             return self.forward(*inputs)
         if self._replays is None:
-            self._replays = module.new_replays(self.results)
+            self._call, self._replays = module.call, module.new_replays(self.results)
         self._records += 1
         return self._recorded(
             inputs,
