@@ -328,6 +328,7 @@ def _quick_settings(name: str) -> Settings:
         smfa=replace(usual.smfa, epochs=FEW_EPOCHS["smfa"]),
         classifier=replace(usual.classifier, epochs=FEW_EPOCHS["classifier"]),
         acflow=replace(usual.acflow, epochs=FEW_EPOCHS["acflow"]),
+        unet=replace(usual.unet, epochs=FEW_EPOCHS["dmfa"]),
     )
 
 

@@ -55,8 +55,14 @@ __all__ = [
 ]
 
 FLOW = Method("flow_matching", "flow matching", "completed by a flow from noise to images, without an autoencoder")
-_AUTOENCODERS = tuple(method.name for method in TRAINED if method.name != "misconv_smfa")
-ROWS = (*(name for name in _AUTOENCODERS if name != "gt"), FLOW.name, "gt")
+# The same with the library's own density in place of the paper's.
+WITH_UNET = (
+    replace(method_named("mfa"), name="mfa_unet", title="MFA imputation (UNetDMFA)", density="unet"),
+    replace(method_named("misconv_dmfa"), name="misconv_unet", title="MisConv (UNetDMFA)", density="unet"),
+)
+_OTHERS = {method.name: method for method in (*WITH_UNET, FLOW)}
+_PAPERS = tuple(method.name for method in TRAINED if method.name not in ("misconv_smfa", "gt"))
+ROWS = (*_PAPERS, *_OTHERS, "gt")
 BETTER: dict[str, Callable[..., float]] = {
     "frechet": min, "ssim": max, "ssim_authors": max, "psnr": max, "psnr_hidden": max,
 }  # fmt: skip
@@ -66,8 +72,8 @@ FEW_STEPS = 2  # of the flow's integration in a quick run
 
 
 def row_named(name: str) -> Method:
-    """The method of that name, the flow among them."""
-    return FLOW if name == FLOW.name else method_named(name)
+    """The method of that name, those that are in no other table among them."""
+    return _OTHERS.get(name) or method_named(name)
 
 
 def image_scores(images: Tensor, truth: Tensor) -> dict[str, Tensor]:
@@ -114,7 +120,7 @@ class Generation:
         common = {"method": name, "seed": seed, "validation": VALIDATION, "ruler": self.ruler.identity}
         if name == FLOW.name:
             return {**experiment.identity, **common, "flow_matching": as_json(self.flow_settings)}
-        method, settings = method_named(name), experiment.settings
+        method, settings = row_named(name), experiment.settings
         density = None if method.density is None else as_json(settings.density(method.density))
         return {
             **experiment.identity, **method.settings, **common, "variant": "wae", "wae": as_json(self.settings),
@@ -175,7 +181,7 @@ class Generation:
         }  # fmt: skip
         if isinstance(model, FlowMatching):
             return matching_job(model, self.flow_settings, experiment.train, experiment.split, **more)
-        method = method_named(name)
+        method = row_named(name)
         # That of GT is measured at all pixels; the authors' leaves out what is hidden from the others.
         data = experiment.whole("train") if method.takes_complete else experiment.train
         return wae_job(
@@ -193,7 +199,7 @@ class Generation:
             return make_matching(self.flow_settings, shape, seed).to(device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            wae = WAE(method_named(name).first_layer(shape[0]), shape, self.settings).to(device)
+            wae = WAE(row_named(name).first_layer(shape[0]), shape, self.settings).to(device)
         # The layout of tensor cores.
         return wae.to(memory_format=torch.channels_last) if device.type == "cuda" else wae
 
@@ -237,7 +243,7 @@ class Generation:
         """Some of the test images, by what a method is given of them: a flow completes them."""
         if isinstance(model, FlowMatching):
             return model.impute(*self.experiment.test.at(rows))
-        return model.reconstruct(self.experiment.take(method_named(name), "test")(rows))
+        return model.reconstruct(self.experiment.take(row_named(name), "test")(rows))
 
     @torch.no_grad()
     def samples(self, model: WAE | FlowMatching, count: int | None = None) -> Tensor:

@@ -33,7 +33,7 @@ from misconv.paper.methods import method_named
 from misconv.paper.networks import deviation_layer
 from misconv.paper.rows import Row, row_named
 from misconv.paper.scores import Record
-from misconv.paper.settings import FULL, MIXED, VALIDATION
+from misconv.paper.settings import FULL, MIXED, SETTINGS, UNET, VALIDATION
 from misconv.paper.splitting import SplittingSettings
 from misconv.paper.supmiwae import SupMIWAE, SupMIWAESettings
 from misconv.paper.teacher import Taught, teaching_loss
@@ -81,19 +81,14 @@ class RecipeSettings:
     splitting: SplittingSettings = SPLITTING
 
 
-# As `misconv.fit_density` trains it; regions are hidden like those that are missing.
-DENSITY = DensitySettings(
-    "UNetDMFA", rank=4, widths=(48, 64, 96, 128, 128), depths=(2, 2, 2, 2, 2), patch=1, epochs=20, batch_size=128,
-    learning_rates=(2e-3,), objective="joint+marginal+moments", clip=1.0, shapes="like",
-)  # fmt: skip
 RECIPES: dict[str, RecipeSettings] = {
-    "mnist": RecipeSettings(epochs=15, shift=2, density=DENSITY),
-    "svhn": RecipeSettings(epochs=25, shift=3, density=DENSITY, precision=MIXED),
-    "cifar10": RecipeSettings(epochs=40, shift=4, flip=True, density=DENSITY, precision=MIXED),
+    "mnist": RecipeSettings(epochs=15, shift=2, density=UNET),
+    "svhn": RecipeSettings(epochs=25, shift=3, density=UNET, precision=MIXED),
+    "cifar10": RecipeSettings(epochs=40, shift=4, flip=True, density=UNET, precision=MIXED),
     # A pixel of these is an eighth of the image, and so are shifts.
     "digits": RecipeSettings(
         epochs=15, shift=0, batch_size=32,
-        density=replace(DENSITY, widths=(16, 24, 32), depths=(1, 1, 1), patch=1, epochs=60, batch_size=32),
+        density=SETTINGS["digits"].unet,
         supmiwae=SupMIWAESettings(width=16, steps=2, latent=16),
         splitting=SplittingSettings(widths=(16, 32), batch_size=32),
     ),
