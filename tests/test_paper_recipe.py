@@ -366,7 +366,8 @@ def test_table_b_says_how_far_misconv_is_ahead_and_what_is_not_measured() -> Non
     for name, apart in (("mfa", (0.02, 0.03, 0.04)), ("zero", (0.2, 0.21, 0.25))):
         below = recorded("recipe", method=name, accuracy_incomplete=0.8, **figures)
         records += [
-            {**r, "accuracy_incomplete": r["accuracy_incomplete"] - a} for r, a in zip(below, apart, strict=True)
+            {**r, "accuracy_incomplete": r["accuracy_incomplete"] - a, "nll": r["nll"] + a}
+            for r, a in zip(below, apart, strict=True)
         ]
     table = evidence.make_letter("B", records)
     cells = {row[0]: row[1:] for row in table.rows}
@@ -375,6 +376,10 @@ def test_table_b_says_how_far_misconv_is_ahead_and_what_is_not_measured() -> Non
     assert cells["k-NN"][0] == "not measured yet"
     assert cells["GT *"][:2] == ["–", ".910 ± .010"]
     assert cells["MisConv"][0] == "**.810 ± .010**"
+    (doubts,) = (note for note in table.notes if note.startswith("NLL of MisConv minus"))
+    assert doubts.endswith("MFA imputation −0.030 (p = 0.035)."), "by the same numbers"
+    assert "zero −0.220 (p = 0.010" in doubts
+    assert "GT" not in doubts
 
 
 @pytest.mark.parametrize(("letter", "kind"), [("A", "transfer"), ("B", "recipe"), ("C", "ingredient")])
