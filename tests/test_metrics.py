@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torchmetrics import MetricCollection
 from torchmetrics.image import PeakSignalNoiseRatio, StructuralSimilarityIndexMeasure
 
 import misconv
@@ -193,6 +194,24 @@ def test_an_image_of_which_nothing_is_counted_adds_nothing(kind: str) -> None:
         measured(KINDS[kind](), (prediction[:1], target[:1], where[:1])),
     )
     assert measured(KINDS[kind](), (prediction, target, torch.zeros_like(where))).isnan()
+
+
+def test_a_collection_does_not_take_one_for_another() -> None:
+    """Their sums agree after a batch of which nothing is counted, or one without any error."""
+    first, second = torch.rand(2, 1, 12, 12), torch.rand(2, 1, 12, 12)
+    every = torch.ones(2, 1, 12, 12, dtype=torch.bool)
+    metrics: dict[str, Any] = {
+        "mse": MaskedMSE(), "psnr": MaskedPSNR(per_image=True), "range": MaskedPSNR(2.0, per_image=True),
+        "ssim": MaskedSSIM(), "small": MaskedSSIM(size=7), "author": MaskedSSIM(window="uniform"),
+    }  # fmt: skip
+    alone = {name: metric.clone() for name, metric in metrics.items()}
+    together = MetricCollection(metrics)
+    for batch in ((first, second, ~every), (first, first, ~every), (first, second, every)):
+        together.update(*batch)
+        for metric in alone.values():
+            metric.update(*batch)
+    assert together.compute() == {name: metric.compute() for name, metric in alone.items()}
+    assert len({value.item() for value in together.compute().values()}) == len(metrics)
 
 
 def test_without_any_error() -> None:

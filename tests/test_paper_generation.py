@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -199,7 +200,38 @@ def test_other_tables_and_the_figure_train_nothing_more(
         assert records(first, number) == records(first)
     result = call("figure-2", file, first)
     assert result.exit_code == 0, result.output
-    assert (first / "figure-2-digits.png").read_bytes()[:4] == b"\x89PNG"
+    figure = first / "figure-2-digits.png"
+    assert figure.read_bytes()[:4] == b"\x89PNG"
+    assert call("figure-2", file, first).exit_code == 0, "drawn again"
+    figure.write_text("mine")
+    assert "must be new or written by this command" in call("figure-2", file, first).stderr
+    figure.unlink()
+
+
+def test_a_figure_has_networks_trained_again_whose_files_are_gone(file: Path, first: Path, tmp_path: Path) -> None:
+    shutil.copytree(first, tmp_path / "paper")
+    (gone,) = (tmp_path / "paper" / "networks").glob("*square-zero-wae-0-*")
+    gone.unlink()
+    result = call("figure-2", file, tmp_path / "paper")
+    assert result.exit_code == 0, result.output
+    assert gone.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("frechet_best", "abc"), ("psnr_hidden", [1]), ("method", "gt"), ("dataset", "mnist"), ("seed", 5)],
+)
+def test_a_record_that_somebody_has_changed(name: str, value: Any, file: Path, first: Path) -> None:
+    (path,) = (first / "records").glob("*square-zero-wae-0-*")
+    good = path.read_bytes()
+    content = json.loads(good)
+    content["record"][name] = value
+    path.write_text(json.dumps(content))
+    try:
+        result = call("5", file, first)
+        assert f"{path} must be a record of misconv, got something else; move it away" in result.stderr
+    finally:
+        path.write_bytes(good)
 
 
 def test_some_rows_alone(file: Path, first: Path, tmp_path: Path) -> None:
@@ -274,6 +306,21 @@ def test_what_cannot_be_had_is_refused_before_the_work(
     assert not (tmp_path / "new").exists()
 
 
+def test_one_test_image_has_no_distance(tmp_path: Path) -> None:
+    np.savez(tmp_path / "mine.npz", x_train=np.zeros((100, 8, 8), np.uint8), x_test=np.zeros((1, 8, 8), np.uint8))
+    result = call("4", tmp_path / "mine.npz", tmp_path / "new", name="mine")
+    assert "mine must have at least 2 test images, for a Fréchet distance, got 1" in result.stderr
+
+
+def test_completions_without_any_error_have_a_number(tmp_path: Path) -> None:
+    black = replace(few(), test=torch.zeros_like(few().test))
+    made = Generation(experiment(tmp_path, black))
+    flow = made._new("flow_matching", 0)
+    torch.nn.init.constant_(flow.network.last.bias, -2.0)  # type: ignore[union-attr, arg-type]
+    found = made.measure("flow_matching", flow)
+    assert found["psnr_hidden"] == found["psnr"] == 140
+
+
 def test_weights_that_are_not_those_of_inception(tmp_path: Path, file: Path) -> None:
     colours = replace(few(labels=False), train=few().train.repeat(1, 3, 1, 1))
     path = tmp_path / "w.pth"
@@ -284,6 +331,9 @@ def test_weights_that_are_not_those_of_inception(tmp_path: Path, file: Path) -> 
     with pytest.raises(ValueError, match=r"--inception must be the weights of Inception v3 .*, got .*w.pth"):
         check_ruler(colours, path)
     result = call("1", file, tmp_path / "new", "--inception", path)
+    torch.save({"fc.weight": 2}, path)
+    with pytest.raises(ValueError, match=r"--inception must be the weights of Inception v3 .*, got .*w.pth"):
+        check_ruler(colours, path)
     assert "--inception is for the tables 3, 4 and 5 and for figure-2, got table 1" in result.stderr
 
 

@@ -55,7 +55,7 @@ class MaskedMSE(Metric):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        _add_sums(self)
+        _add_states(self)
 
     def update(self, prediction: Tensor, target: Tensor, where: Tensor) -> None:
         """Count some pixels of a batch of images."""
@@ -98,7 +98,7 @@ class MaskedPSNR(Metric):
     def __init__(self, data_range: float = 1.0, *, per_image: bool = False, **options: Any) -> None:
         super().__init__(**options)
         self.data_range, self.per_image = check_positive("data_range", data_range), bool(per_image)
-        _add_sums(self)
+        _add_states(self, self.data_range, self.per_image)
 
     def update(self, prediction: Tensor, target: Tensor, where: Tensor) -> None:
         """Count some pixels of a batch of images."""
@@ -182,7 +182,8 @@ class MaskedSSIM(Metric):
         if self.size % 2 == 0 or self.size == 1:
             raise ValueError(f"size must be an odd number of at least 3, got {describe(size)}")
         self.reflect, self.sample_covariance = bool(reflect), bool(sample_covariance)
-        _add_sums(self)
+        numbers = (self.data_range, WINDOWS.index(window), self.size, self.sigma, self.reflect, self.sample_covariance)
+        _add_states(self, *numbers)
 
     def update(self, prediction: Tensor, target: Tensor, where: Tensor) -> None:
         """Count some pixels of a batch of images."""
@@ -230,10 +231,15 @@ class MaskedSSIM(Metric):
             )
 
 
-def _add_sums(metric: Metric) -> None:
-    """What is added up over batches and processes."""
+def _add_states(metric: Metric, *settings: float) -> None:
+    """What is added up over batches and processes; and the settings.
+
+    A collection of torchmetrics takes metrics for one whose states agree after the first batch. Sums of different
+    metrics may, for example where nothing is counted; with their settings they never do.
+    """
     for name in ("total", "count"):
         metric.add_state(name, default=torch.zeros((), dtype=WIDE), dist_reduce_fx="sum")
+    metric.add_state("settings", default=torch.tensor(settings, dtype=WIDE), dist_reduce_fx="max")
 
 
 def _squared_error(prediction: Tensor, target: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:

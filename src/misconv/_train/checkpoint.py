@@ -62,8 +62,8 @@ class Checkpoint:
         now = self._signature()
         if now is not None and now != self._written:
             raise FileExistsError(
-                f"checkpoint {self.path} must belong to one training, but another one has written it meanwhile; give "
-                "each its own file"
+                f"checkpoint {self.path} must belong to one training, but another one has written it meanwhile; wait "
+                "until that one is done, or give each its own place"
             )
         store.write(self.path, tensors, {**meta, "tensors": _kinds(tensors)})
         self._written = self._signature()

@@ -29,8 +29,8 @@ LEFT_BEHIND = 3600.0  # seconds after which nobody writes a file any more
 _WHAT = ("dataset", "title", "shape", "device")
 _GENERATION = (
     (*_WHAT, "method", "features"),
-    ("seed", "frechet", "ssim", "ssim_best", "ssim_authors", "ssim_authors_best", "psnr", "psnr_best", "epoch",
-     "epochs", "seconds"),
+    ("seed", "frechet", "ssim", "ssim_best", "ssim_authors", "ssim_authors_best", "psnr", "psnr_best", "psnr_hidden",
+     "psnr_hidden_best", "epoch", "epochs", "seconds"),
 )  # fmt: skip
 NEEDED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "classification": (
@@ -51,6 +51,9 @@ NEEDED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "density": ((*_WHAT, "density"), ("nll", "mse", "mse_per_pixel", "ssim", "exact", "images")),
     "fit": (_WHAT, ("seconds",)),
 }  # fmt: skip
+
+MAYBE = ("frechet_best",)  # a number, or None where it is not measured
+SAME = ("dataset", "method", "seed")  # in a record and in its settings
 
 Settings = JsonObject
 
@@ -148,7 +151,11 @@ def _is_of_kind(record: JsonObject, kind: str) -> bool:
     texts, numbers = NEEDED[kind]
     if record.get("kind") != kind or not all(isinstance(record.get(name), str) for name in texts):
         return False
+    settings = record["settings"]
+    if any(name in record and name in settings and record[name] != settings[name] for name in SAME):
+        return False
     known = [record.get(name) for name in numbers]
+    known += [record[name] for name in MAYBE if record.get(name) is not None]
     if kind == "density":  # one that is infinite, which JSON does not know, is left out
         known = [number for number in known if number is not None]
     shares = [record[name] for name in numbers if name.startswith("accuracy") and name in record]

@@ -25,7 +25,7 @@ from misconv.paper.cache import Cache
 from misconv.paper.classification import Experiment
 from misconv.paper.densities import DensitySettings
 from misconv.paper.features import inception_file
-from misconv.paper.generation import ROWS, Generation, check_generation, draw_generation, quick_generation
+from misconv.paper.generation import ROWS, Generation, check_generation, draw_generation, is_drawn, quick_generation
 from misconv.paper.generation_tables import NUMBERS, PAPERS, make_generation
 from misconv.paper.illustrate import check_drawable, illustrate
 from misconv.paper.letters import check_methods, quick_recipe, run_letter, shapes_of_table
@@ -89,6 +89,15 @@ class Plan:
         named = [self.table] if self.table == FIGURE_A else ["table", self.table]
         parts = [*named, *(names if names != DATASETS.get(self.table, USUAL) else ()), *self.methods]
         return self.folder / f"{'-'.join([*parts, *['quick'] * self.quick])}{kind}"
+
+    def pictures(self, dataset: str) -> Path:
+        """The folder for those of a data set."""
+        return self.folder / "-".join([self.table, dataset, *["quick"] * self.quick])
+
+    def picture(self, dataset: str) -> Path:
+        """The file, where there is one for each data set."""
+        folder = self.pictures(dataset)
+        return folder.with_name(f"{folder.name}.png")
 
 
 # What was asked for --------------------------------------------------------------------------------------------------
@@ -171,6 +180,9 @@ def _check_files(plan: Plan) -> None:
     check_replaceable("--out", text, ours)
     if plan.table == FIGURE_A:
         check_replaceable("--out", plan.file(".png"), record.exists())
+    for images in plan.images if plan.table == FIGURE_2 else ():
+        picture = plan.picture(images.name)
+        check_replaceable("--out", picture, is_drawn(picture))
 
 
 def _names(number: str, datasets: Sequence[str], files: Sequence[str | Path]) -> list[str]:
@@ -251,9 +263,9 @@ def draw(plan: Plan, *, progress: bool = False, say: Callable[[str], None] = lam
     """The paper's figures with images of every data set; what they need and is not there yet is trained."""
 
     def figures(experiment: Experiment) -> list[Path]:
-        folder = plan.folder / "-".join([plan.table, experiment.data.name, *["quick"] * plan.quick])
         if plan.table == FIGURE_2:
-            return [draw_generation(_generation(plan, experiment), folder.with_name(f"{folder.name}.png"))]
+            return [draw_generation(_generation(plan, experiment), plan.picture(experiment.data.name))]
+        folder = plan.pictures(experiment.data.name)
         folder.mkdir(exist_ok=True)
         return illustrate(experiment, folder)
 

@@ -256,8 +256,9 @@ def _check_inception(images: ImageSet, file: Path) -> None:
         weights = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zipfile and torch each have their own
         raise ValueError(f"--inception must be weights that torch can load, got {file}") from error
-    shapes = {name: tuple(t.shape) for name, t in weights.items()} if isinstance(weights, dict) else {}
+    named = weights.items() if isinstance(weights, dict) else ()
+    shapes = {name: tuple(t.shape) for name, t in named if isinstance(t, Tensor)}
     if any(shapes.get(name) != shape for name, shape in INCEPTION_LAYERS.items()):
         raise ValueError(f"--inception must be the weights of Inception v3 for the FID, {INCEPTION}, got {file}")
     if find_spec("torch_fidelity") is None:
-        raise ImportError("Inception comes with torch-fidelity: pip install 'torchmetrics[image]'")
+        raise ImportError("Inception comes with torch-fidelity: pip install 'misconv[inception]'")

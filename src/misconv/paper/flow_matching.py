@@ -125,7 +125,9 @@ class FlowMatching(nn.Module):
         return state
 
     def _velocity(self, state: Tensor, shown: Tensor, seen: Tensor, time: float) -> Tensor:
-        times = torch.where(seen, 1.0, time).to(state.dtype)
+        # Where numbers have few digits, a time near 1 must not become 1, which is that of pixels that are shown.
+        before = 1 - torch.finfo(state.dtype).eps
+        times = torch.where(seen, 1.0, min(time, before)).to(state.dtype)
         if time == 0:
             prediction: Tensor = self(shown, times)  # noise tells nothing, and 0 stands for it
             return prediction - state

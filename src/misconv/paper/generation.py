@@ -50,6 +50,7 @@ __all__ = [
     "check_generation",
     "draw_generation",
     "image_scores",
+    "is_drawn",
     "quick_generation",
     "row_named",
 ]
@@ -67,6 +68,9 @@ BETTER: dict[str, Callable[..., float]] = {
     "frechet": min, "ssim": max, "ssim_authors": max, "psnr": max, "psnr_hidden": max,
 }  # fmt: skip
 CHUNK = 1000  # images at a time
+FIGURE = "misconv, Figure 2"  # written into the file
+EXACT = 1e-14  # a mean squared error as small as this is rounding, and stands for one of 0
+FEWEST_TESTED = 2  # images, for a variance of their features
 CODES = 4  # the seed of the codes, or the noise, that become samples
 FEW_STEPS = 2  # of the flow's integration in a quick run
 
@@ -235,7 +239,7 @@ class Generation:
             error, hidden = error + float((images - target).square()[gone].sum()), hidden + int(gone.sum())
             parts.append(image_scores(images, target))
         figures = {key: _mean_of_finite(torch.cat([part[key] for part in parts])) for key in parts[0]}
-        figures["psnr_hidden"] = -10 * math.log10(error / hidden)
+        figures["psnr_hidden"] = -10 * math.log10(max(error / hidden, EXACT))
         is_quick = self.ruler.is_quick and isinstance(model, WAE)
         return figures | ({"frechet": self.ruler.distance(self.samples(model))} if is_quick else {})
 
@@ -274,7 +278,8 @@ def _of(kinds: dict[str, str], kind: str) -> list[str]:
 
 def _mean_of_finite(values: Tensor) -> float:
     """A completion without any error has an infinite PSNR, which no mean can hold."""
-    return float(values[values.isfinite()].mean())
+    finite = values[values.isfinite()]
+    return float(finite.mean()) if len(finite) else -10 * math.log10(EXACT)
 
 
 def _flow_settings(name: str) -> MatchingSettings:
@@ -302,24 +307,30 @@ def check_generation(images: ImageSet, inception: str | Path | None) -> None:
             f"{images.name} must have a height and a width that are multiples of {step}, which the autoencoder halves, "
             f"got {height}×{width}"
         )
+    if len(images.test) < FEWEST_TESTED:
+        raise ValueError(f"{images.name} must have at least {FEWEST_TESTED} test images, for a Fréchet distance, got 1")
     check_ruler(images, inception)
 
 
-@torch.no_grad()
 def draw_generation(generation: Generation, path: Path, count: int = 5) -> Path:
     """Figure 2: reconstructions of some test images and samples, a row for each method; trains what is not there."""
     experiment = generation.experiment
-    with torch.enable_grad():
-        generation.run(ROWS, [0])
+    generation.run(ROWS, [0])
     rows = torch.arange(min(count, len(experiment.test)), device=experiment.device)
     rebuilt, drawn = {}, {}
     for method in map(row_named, ROWS):
         model = generation.load(method.name, 0)
-        rebuilt[method.starred] = generation.reconstruct(method.name, model, rows)
-        drawn[method.starred] = generation.samples(model, count)
+        with torch.no_grad():
+            rebuilt[method.starred] = generation.reconstruct(method.name, model, rows)
+            drawn[method.starred] = generation.samples(model, count)
     truth = experiment.whole("test").at(rows)[0]
     figure = figures.generated(truth, experiment.test.observed[rows], rebuilt, drawn)
     memory = io.BytesIO()
-    figure.savefig(memory, format="png", bbox_inches="tight", pad_inches=0.15)
+    figure.savefig(memory, format="png", bbox_inches="tight", pad_inches=0.15, metadata={"Title": FIGURE})
     store.write_bytes(path, memory.getvalue())
     return path
+
+
+def is_drawn(path: Path) -> bool:
+    """Whether this is a file of `draw_generation`."""
+    return path.is_file() and FIGURE.encode() in path.read_bytes()[:1000]
