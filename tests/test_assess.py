@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -117,9 +118,10 @@ def test_the_true_density_is_believed(components: int) -> None:
     assert report.coverage_90 == pytest.approx(0.9, abs=0.02)
     assert all(abs(level - found) < 0.03 for level, found in report.calibration)
     assert report.deviation == pytest.approx(report.rmse, rel=0.05)
-    assert report.rmse < report.push_pull_rmse
     assert report.believable
-    assert report.verdict().startswith(f"The mean beats nearest-pixel fill (RMSE {report.rmse:.3g} against ")
+    best = min((report.nearest_rmse, "nearest-pixel"), (report.push_pull_rmse, "push–pull"))
+    first = f"The mean beats {best[1]} fill (RMSE {report.rmse:.3g} against {best[0]:.3g})"
+    assert report.verdict().startswith(first)
     assert "can be believed: 5" in report.verdict() or "can be believed: 4" in report.verdict()
 
 
@@ -138,13 +140,28 @@ def test_a_wrong_width_is_named(wide: float, word: str) -> None:
         assert getattr(bad, name) > getattr(good, name)
 
 
+def test_a_verdict_names_the_better_fill_and_tails_that_are_too_light() -> None:
+    truth = Truth()
+    report = replace(
+        assess(truth, *incomplete(truth, 50)),
+        rmse=0.5, nearest_rmse=0.6, push_pull_rmse=0.4, coverage_50=0.65, coverage_90=0.89, deviation=0.45,
+    )  # fmt: skip
+    assert report.verdict().startswith(
+        "The mean does not beat push–pull fill (RMSE 0.5 against 0.4), and the deviation"
+    )
+    assert "cannot be believed, it is too wide for most pixels and too narrow for some: 65 %" in report.verdict()
+    assert "it is too wide: 65 %" in replace(report, coverage_90=0.95, deviation=0.9).verdict()
+    assert "claimed / real                   0.90" in str(report)
+
+
 def test_a_density_that_knows_nothing_does_not_beat_the_nearest_pixel() -> None:
     def nothing(x: Tensor, observed: Tensor) -> MFA:
         means = torch.full_like(x, 9.0).unsqueeze(1)
         return MFA(x.new_zeros(len(x), 1), means, x.new_zeros(len(x), 1, 0, *x.shape[1:]), torch.ones_like(means))
 
     report = assess(nothing, torch.rand(20, 1, 8, 8))
-    assert report.verdict().startswith("The mean does not beat nearest-pixel fill (RMSE 8.")
+    assert report.verdict().startswith("The mean does not beat ")
+    assert " fill (RMSE 8." in report.verdict()
     assert "), and the deviation of 1 cannot be believed, it is too narrow: 0 %" in report.verdict()
 
 

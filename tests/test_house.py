@@ -68,7 +68,7 @@ MAY_IMPORT = {
     "sklearn": {"torch", "numpy", "sklearn", "_train", "density", "training"},
     "images": {
         "torch", "numpy", "safetensors", "timm", "torchmetrics", "torchvision", "_files", "_store", "_train", "assess",
-        "convert", "density", "layers", "predict", "store", "training", "transforms",
+        "convert", "density", "layers", "missing", "predict", "store", "training", "transforms",
     },
     "app": {
         "torch", "numpy", "jinja2", "PIL", "gradio", "fastapi", "uvicorn", "_files", "_train", "data", "density",

@@ -94,6 +94,64 @@ def test_without_a_density_one_is_learned_and_kept(pictures: Path, tmp_path: Pat
     assert len(after) == 8
 
 
+def test_a_folder_is_filled_by_one_density(pictures: Path, tmp_path: Path) -> None:
+    densities = [tmp_path / f"{seed}.safetensors" for seed in (0, 1)]
+    for seed, density in enumerate(densities):
+        assert call("fit", pictures, "-o", density, *QUICK, "--seed", seed).exit_code == 0
+    fill = ("impute", pictures, "-o", tmp_path / "out", "--device", "cpu", "--density")
+    assert "8 filled" in call(*fill, densities[0]).output
+    assert "8 were there already" in call(*fill, densities[0]).output
+    refused = call(*fill, densities[1])
+    assert refused.exit_code == 2
+    assert "--out must be a folder of images that this density has filled, got" in refused.stderr
+    assert "8 filled" in call(*fill, densities[1], "--overwrite").output
+    assert "8 were there already" in call(*fill, densities[1]).output
+
+
+@pytest.mark.parametrize(("slope", "shift"), [(1.0, 280.0), (1 / 255, 0.0)])
+def test_other_units_than_those_of_the_density_are_told(
+    slope: float, shift: float, pictures: Path, tmp_path: Path
+) -> None:
+    density = tmp_path / "density.safetensors"
+    learned = call("fit", pictures, "-o", density, *QUICK)
+    assert "learned for 4 steps; RMSE of hidden pixels" in learned.output
+    others = tmp_path / "others"
+    others.mkdir()
+    with Image.open(pictures / "0.png") as opened:
+        pixels = np.asarray(opened).astype(np.float32)
+    values = slope * pixels[..., :3] + shift
+    values[pixels[..., 3] == 0] = np.nan
+    np.save(others / "0.npy", values)
+    told = "are they in the same units?"
+    filled = call("impute", others, "-o", tmp_path / "out", "--density", density, "--device", "cpu")
+    assert told in filled.output
+    assert f"the images have values from {np.nanmin(values):.4g} to {np.nanmax(values):.4g}" in filled.output
+    usual = call("impute", pictures, "-o", tmp_path / "usual", "--density", density, "--device", "cpu")
+    assert told not in usual.output
+
+
+def test_images_of_several_sizes_are_assessed(pictures: Path, tmp_path: Path) -> None:
+    density = tmp_path / "density.safetensors"
+    assert call("fit", pictures, "-o", density, *QUICK).exit_code == 0
+    with Image.open(pictures / "0.png") as opened:
+        opened.resize((33, 40), Image.Resampling.NEAREST).save(pictures / "large.png")
+    report = call("assess", pictures, "--density", density, "--device", "cpu")
+    assert report.exit_code == 0, report.output
+    assert "the images have several sizes: squares are hidden" in report.output
+    assert "claimed / real" in report.output
+
+
+def test_a_network_is_no_density(pictures: Path, tmp_path: Path) -> None:
+    network = tmp_path / "network.safetensors"
+    density = misconv.UNetDMFA(3, widths=(8,), depths=(1,))
+    converted = misconv.convert(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU()), density)
+    misconv.save(converted, network)
+    for command in (("assess", pictures), ("impute", pictures, "-o", tmp_path / "out")):
+        refused = call(*command, "--density", network, "--device", "cpu")
+        assert refused.exit_code == 2, refused.output
+        assert f"--density must be a file that misconv fit has written, got {network}" in refused.stderr
+
+
 def test_files_that_fail_do_not_stop_the_others(pictures: Path, tmp_path: Path) -> None:
     (pictures / "truncated.png").write_bytes((pictures / "0.png").read_bytes()[:100])
     (pictures / "empty.png").write_bytes(b"")

@@ -23,7 +23,6 @@ from misconv.cli_options import (
     Workers,
     check_new_file,
     end,
-    load_model,
     open_images,
     own_images,
     quality,
@@ -32,8 +31,6 @@ from misconv.cli_options import (
 )
 
 if TYPE_CHECKING:
-    from torch.nn import Module
-
     from misconv.data import ImageFiles
 
 __all__ = ["assess", "fit", "impute"]
@@ -79,7 +76,7 @@ def fit(
             save(density, out)
             checkpoint.unlink(missing_ok=True)
         record = {"density": str(out), "history": history, **outcome.to_dict()}
-        tell(processes, record, [quality(history[history.kept]), f"Density: {out}"])
+        tell(processes, record, [quality(history), f"Density: {out}"])
         end(processes, outcome)
 
 
@@ -114,12 +111,13 @@ def impute(
     if samples < 0:
         raise refuse(f"--samples must be 0 or more, got {samples}")
     with own_images(_GO_ON), started(device, precision, as_json=as_json) as processes:
-        from misconv.images import ImputeSettings, impute_files, keep_record
+        from misconv.images import ImputeSettings, check_density, impute_files, keep_record, load_density
 
         dataset = _outside(open_images(images, nodata, masks, hole_is, bands, processes.say), out, sd)
         processes.on_first(lambda: _prepare_folders(out, sd, overwrite))
-        model = _density_for(dataset, density, out, budget, seed, workers, processes)
-        fabric = processes.fabric
+        file = _density_for(dataset, density, out, budget, seed, workers, processes)
+        fabric, model = processes.fabric, load_density(file, processes.fabric.device)
+        mark = processes.on_first(lambda: check_density(out, file, overwrite))
         settings = ImputeSettings(out, sd, samples, seed, overwrite, fabric.global_rank, fabric.world_size)
         with processes.bar("filling", len(dataset)) as advance:
             outcome = impute_files(dataset, model, settings, processes.say, advance)
@@ -129,7 +127,7 @@ def impute(
         counts += [f"{len(outcome.kept)} were there already"] if outcome.kept else []
         counts += [f"{len(outcome.failed)} failed"] if outcome.failed else []
         tell(processes, {"out": str(out), **outcome.to_dict()}, [f"{', '.join(counts)}. Images: {out}"])
-        processes.on_first(lambda: keep_record(out, outcome))  # after the summary: the disk may be full
+        processes.on_first(lambda: keep_record(out, outcome, mark))  # after the summary: the disk may be full
         end(processes, outcome)
 
 
@@ -152,10 +150,11 @@ def assess(
     Example: misconv assess others/ --density scans.safetensors
     """
     with own_images("stopped"), started(device, as_json=as_json) as processes:
-        from misconv.images import assess_files
+        from misconv.images import assess_files, load_density
 
         dataset = open_images(images, nodata, masks, hole_is, bands, processes.say)
-        found, outcome = assess_files(dataset, load_model(density, processes), processes.say, limit=limit, seed=seed)
+        model = load_density(density, processes.fabric.device)
+        found, outcome = assess_files(dataset, model, processes.say, limit=limit, seed=seed)
         tell(processes, {**found.to_dict(), **outcome.to_dict()}, [str(found)])
         end(processes, outcome)
 
@@ -181,8 +180,8 @@ def _prepare_folders(out: Path, sd: Path | None, overwrite: bool) -> None:
 
 def _density_for(
     dataset: ImageFiles, file: Path | None, out: Path, budget: str, seed: int, workers: int, processes: Processes
-) -> Module:
-    """A density from a file; or one that is learned, and kept beside the filled images for the next call."""
+) -> Path:
+    """The file of a density; if none is given, one is learned and kept beside the filled images for the next call."""
     from misconv.images import FitSettings, fit_files, parse_budget
     from misconv.store import save
 
@@ -197,10 +196,10 @@ def _density_for(
             progress=processes.terminal,
         )  # fmt: skip
         learned, history, _ = fit_files(dataset, settings, processes.say)
-        processes.say(quality(history[history.kept]))
+        processes.say(quality(history))
         if processes.first:
             save(learned, kept)
             checkpoint.unlink(missing_ok=True)
         processes.fabric.barrier()
         file = kept
-    return load_model(file, processes)
+    return file

@@ -15,8 +15,8 @@ from misconv._terminal import interruptible, note, print_json, refuse, report_er
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
-    from torch.nn import Module
 
+    from misconv._train import History
     from misconv.data import ImageFiles
     from misconv.images import Outcome
 
@@ -34,7 +34,6 @@ __all__ = [
     "Workers",
     "check_new_file",
     "end",
-    "load_model",
     "open_images",
     "own_images",
     "quality",
@@ -190,14 +189,6 @@ def _check_polarity(images: ImageFiles, hole_is: str, say: Callable[[str], None]
         )
 
 
-def load_model(file: Path, processes: Processes) -> Module:
-    """A model from a file, ready to be used by this process."""
-    from misconv.store import load
-
-    model: Module = load(file)
-    return model.eval().to(processes.fabric.device)
-
-
 def check_new_file(name: str, path: Path) -> None:
     """Asked before any work: a file can be written there. Its folder is made."""
     from misconv._store import check_output_folder
@@ -208,14 +199,16 @@ def check_new_file(name: str, path: Path) -> None:
     path.absolute().parent.mkdir(parents=True, exist_ok=True)
 
 
-def quality(record: dict[str, float]) -> str:
+def quality(history: History) -> str:
     """What is to be said of a density that was learned."""
+    record, steps = history[history.kept], int(history[-1]["step"])
+    learned = f"learned for {steps} step{'s' * (steps > 1)}"
     if "validation_rmse" not in record:
-        return "learned, from too few images to set some aside and measure"
+        return f"{learned}, from too few images to set some aside and measure"
     rmse, nearest = (f"{record[f'validation_{name}']:.4g}" for name in ("rmse", "nearest_rmse"))
     half, most = (f"{100 * record[f'validation_coverage_{level}']:.0f}" for level in (50, 90))
     return (
-        f"RMSE of hidden pixels {rmse}, of nearest-pixel fill {nearest}; "
+        f"{learned}; RMSE of hidden pixels {rmse}, of nearest-pixel fill {nearest}; "
         f"{half} % and {most} % of them inside the intervals of 50 % and 90 %"
     )
 

@@ -32,6 +32,7 @@ OBJECTIVES = ("joint+marginal+moments", "joint+marginal", "joint", "marginal")
 # likelihoods do.
 _ERROR_WEIGHT = 4.0
 _MOST_OFF = 0.1  # how far coverages may be off before a user is told
+_FEW_STEPS = 300  # with fewer than these a training has hardly begun
 
 
 def fit_sums(p: MFA, x: Tensor, target: Tensor, objective: str) -> Tensor:
@@ -136,8 +137,10 @@ def doubts(record: EpochRecord) -> str | None:
     off = half - 0.5, most - 0.9
     if rmse <= nearest and max(map(abs, off)) <= _MOST_OFF:
         return None
-    advice = "more steps, more images or another network may help"
-    if rmse <= nearest and off[0] > _MOST_OFF >= abs(off[1]):
+    advice, steps = "more steps, more images or another network may help", record.get("step", math.inf)
+    if steps < _FEW_STEPS:
+        advice = f"it has learned for {steps:.0f} step{'s' * (steps > 1)}, and more of them may help"
+    elif rmse <= nearest and off[0] > _MOST_OFF >= abs(off[1]):
         advice = "most of its errors are small and some are large, which more components fit better"
     return (
         f"the density is not reliable yet: on validation images its mean has an RMSE of {rmse:.3g}, nearest-pixel fill "

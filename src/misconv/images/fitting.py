@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from misconv._files import Crops, ImageFiles, shape_of
 from misconv._train import History
-from misconv.density import UNetDMFA
+from misconv.density import SMFA, ConvDMFA, LinearDMFA, UNetDMFA
 from misconv.images.outcome import Outcome, Say, count_bands
+from misconv.store import load
 from misconv.training import fit_density
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["FitSettings", "fit_files", "quiet_fit", "readable_shapes", "seeded"]
+__all__ = ["FitSettings", "fit_files", "load_density", "quiet_fit", "readable_shapes", "seeded"]
 
 _CROP = 128  # the side of what is learned from, of images that are larger …
 _SMALL_CROP, _SMALL_HOLE = 64, 8  # … and where all holes are small: no square of this side is missing as a whole
@@ -47,6 +48,14 @@ class FitSettings:
     workers: int = 0
     checkpoint: Path | None = None
     progress: bool = True
+
+
+def load_density(path: Path, device: torch.device | str) -> nn.Module:
+    """What `misconv fit` has written, or another density of this library."""
+    density = load(path)
+    if not isinstance(density, (SMFA, ConvDMFA, LinearDMFA, UNetDMFA)):
+        raise ValueError(f"--density must be a file that misconv fit has written, got {path}")
+    return density.eval().to(device)
 
 
 def fit_files(images: ImageFiles, settings: FitSettings, say: Say) -> tuple[UNetDMFA, History, Outcome]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,12 +31,16 @@ from misconv._store import check_output_folder, read_json
 from misconv.images.outcome import Outcome, Say, count_bands
 from misconv.store import write_bytes
 
-__all__ = ["ImputeSettings", "impute_files", "keep_record", "prepare_folder"]
+__all__ = ["ImputeSettings", "check_density", "impute_files", "keep_record", "prepare_folder"]
 
 RECORD = "misconv-impute.json"
+_DENSITY = ("density.safetensors", "density.checkpoint")  # of `misconv impute` without a density
 _LARGE = 1024  # a TIFF with a longer side is read and written window by window
 _SMALL = 256  # images with no longer side are filled several at a time …
 _BATCH_NUMBERS = 2**18  # … of about this many numbers together
+# Images may be in other units than those of the density where so much of what is seen lies outside of what was learned,
+# or it spans so little of that.
+_FOREIGN, _NARROW = 0.5, 0.02
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,20 @@ def prepare_folder(name: str, folder: Path, overwrite: bool) -> None:
         keep_record(folder, Outcome())
 
 
+def check_density(folder: Path, file: Path, overwrite: bool) -> str:
+    """Refuse to go on in a folder whose images another density has filled; returns a mark of this one."""
+    mark = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    known = (read_json(folder / RECORD) or {}).get("density")
+    filled = any(path.name not in (RECORD, *_DENSITY) for path in folder.iterdir())
+    if filled and known not in (None, mark) and not overwrite:
+        raise FileExistsError(
+            f"--out must be a folder of images that this density has filled, got {folder}, where it was another one; "
+            "choose another folder, or --overwrite"
+        )
+    keep_record(folder, Outcome(), mark)
+    return mark
+
+
 def impute_files(
     images: ImageFiles, density: nn.Module, settings: ImputeSettings, say: Say, advance: Callable[[int], None]
 ) -> Outcome:
@@ -86,6 +106,8 @@ class _Imputing:
     def __init__(self, images: ImageFiles, density: nn.Module, settings: ImputeSettings, say: Say) -> None:
         self.images, self.density, self.settings, self.say = images, density, settings, say
         self.outcome, self.waiting = Outcome(), list[_Waiting]()
+        self.learned = _learned_range(density)
+        self.least, self.most, self.outside, self.pixels = math.inf, -math.inf, 0, 0
 
     def run(self, advance: Callable[[int], None]) -> Outcome:
         names = _new_names(self.images.files)
@@ -94,6 +116,8 @@ class _Imputing:
                 self._take(index, names(self.images.files[index]))
             advance(index + 1)
         self._fill_waiting()
+        if self.pixels:
+            self._tell_units()
         return self.outcome
 
     @contextmanager
@@ -116,12 +140,29 @@ class _Imputing:
         image = self.images.stored(index)
         if not image.observed.any():
             raise ValueError(f"{file.name} has no pixel that was seen")
+        self._count(image)
         if image.observed.all() and names == names_of(file):
             self._copy(file, image)
         elif max(image.shape[1:]) <= _SMALL:
             self._wait(_Waiting(image, names))
         else:
             self._write(_Waiting(image, names), *_predict(image, self.density))
+
+    def _count(self, image: StoredImage) -> None:
+        """Remember what is seen, for `_tell_units`."""
+        seen, (low, high) = image.values[np.broadcast_to(image.observed, image.values.shape)], self.learned
+        self.least, self.most = min(self.least, float(seen.min())), max(self.most, float(seen.max()))
+        self.outside += int(((seen < low) | (seen > high)).sum())
+        self.pixels += seen.size
+
+    def _tell_units(self) -> None:
+        """Tell if the images can hardly be like those that the density was learned from."""
+        low, high = self.learned
+        if self.outside > _FOREIGN * self.pixels or self.most - self.least < _NARROW * (high - low) < math.inf:
+            self.say(
+                f"the images have values from {self.least:.4g} to {self.most:.4g}, and the density was learned from "
+                f"{low:.4g} to {high:.4g}: are they in the same units?"
+            )
 
     def _fill_scene(self, file: FoundFile, names: list[Path]) -> None:
         if self.settings.samples:
@@ -175,6 +216,14 @@ class _Imputing:
             write_file(self.settings.out / f"sample-{number}", filled.names, filled.image, filled.image.fill(sample))
 
 
+def _learned_range(density: nn.Module) -> tuple[float, float]:
+    """Of the data that a density was learned from; all numbers where it has not been asked for."""
+    low, high = (getattr(density, name, None) for name in ("low", "high"))
+    if getattr(density, "bounds", None) != "data" or low is None or high is None:
+        return -math.inf, math.inf
+    return float(low.min()), float(high.max())
+
+
 def _made(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
@@ -220,7 +269,7 @@ def _samples(image: StoredImage, density: nn.Module, settings: ImputeSettings) -
     return found
 
 
-def keep_record(folder: Path, outcome: Outcome) -> None:
-    """Write down what became of the files; a folder with such a record is one of ours."""
-    text = json.dumps({"misconv": "impute", **outcome.to_dict()}, indent=1)
+def keep_record(folder: Path, outcome: Outcome, density: str | None = None) -> None:
+    """Write down what became of the files, and by which density; a folder with such a record is one of ours."""
+    text = json.dumps({"misconv": "impute", "density": density, **outcome.to_dict()}, indent=1)
     write_bytes(folder / RECORD, text.encode())
