@@ -123,8 +123,10 @@ def test_other_units_than_those_of_the_density_are_told(
     values[pixels[..., 3] == 0] = np.nan
     np.save(others / "0.npy", values)
     told = "are they in the same units?"
-    filled = call("impute", others, "-o", tmp_path / "out", "--density", density, "--device", "cpu")
+    sd = tmp_path / "sd"
+    filled = call("impute", others, "-o", tmp_path / "out", "--density", density, "--device", "cpu", "--sd", sd)
     assert told in filled.output
+    assert np.array_equal(np.load(sd / "0.npy") > 0, np.isnan(values)), "with the axes of the array itself"
     assert f"the images have values from {np.nanmin(values):.4g} to {np.nanmax(values):.4g}" in filled.output
     usual = call("impute", pictures, "-o", tmp_path / "usual", "--density", density, "--device", "cpu")
     assert told not in usual.output

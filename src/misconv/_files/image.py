@@ -40,6 +40,7 @@ class StoredImage:
     encode: Callable[[Array, Array], bytes]  # filled values and what is known of them now → the content of a file
     suffix: str  # of a file with that content
     bands: tuple[StoredImage, ...] = ()  # where each of them is a file of its own
+    arrange: Callable[[Array], Array] = lambda values: values  # (C, H, W) → the axes of the file's array
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -140,9 +141,10 @@ def write_image(path: Path, image: StoredImage, filled: Array, known: Array | No
 
 
 def write_deviation(folder: Path, name: Path, source: Path, values: Array) -> Path:
-    """Write the standard deviation (C, H, W) of an image, float32: a TIFF like its own file, or else an .npy.
+    """Write the standard deviation of an image, float32: a TIFF like its own file, or else an .npy.
 
     Args:
+        values: (C, H, W), for an .npy in any order.
         name: of the image below the folder. source: the image's own file.
     """
     if source.suffix.lower() in RASTER:
@@ -301,9 +303,11 @@ def _read_array(path: Path) -> StoredImage:
         raise ValueError(f"{path.name} holds something that is no array")
     first = _channels_first(path, array)
 
+    def arrange(values: Array) -> Array:
+        return values[0] if array.ndim == 2 else values if first else np.moveaxis(values, 0, -1)
+
     def encode(filled: Array, known: Array) -> bytes:
-        out = filled[0] if array.ndim == 2 else filled if first else np.moveaxis(filled, 0, -1)
-        stream = io.BytesIO()
+        out, stream = arrange(filled), io.BytesIO()
         if name is None:
             np.save(stream, out, allow_pickle=False)
         else:
@@ -312,7 +316,8 @@ def _read_array(path: Path) -> StoredImage:
         return stream.getvalue()
 
     values = array[None] if array.ndim == 2 else array if first else np.moveaxis(array, -1, 0)
-    return StoredImage(path, values, np.ones((1, *values.shape[1:]), bool), encode, path.suffix)
+    seen = np.ones((1, *values.shape[1:]), bool)
+    return StoredImage(path, values, seen, encode, path.suffix, arrange=arrange)
 
 
 def _channels_first(path: Path, array: Array) -> bool:

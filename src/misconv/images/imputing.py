@@ -208,7 +208,7 @@ class _Imputing:
             return
         parts = filled.image.bands or (filled.image,)
         for name, part, values in zip(filled.names, parts, np.split(error, len(parts)), strict=True):
-            write_deviation(self.settings.deviation, name, part.path, values)
+            write_deviation(self.settings.deviation, name, part.path, part.arrange(values))
 
     def _write_samples(self, filled: _Waiting) -> None:
         """Completed images, under the same name in folders sample-1, sample-2 …; they differ where nobody knows."""
