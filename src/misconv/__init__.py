@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from misconv.missing import observe
     from misconv.predict import predictive
     from misconv.store import load, save
-    from misconv.training import fit_density
+    from misconv.training import fit_classifier, fit_density
 
 __all__ = [
     "MFA",
@@ -38,6 +38,7 @@ __all__ = [
     "__version__",
     "assess",
     "convert",
+    "fit_classifier",
     "fit_density",
     "functional",
     "impute",
@@ -60,6 +61,7 @@ _MODULE_OF = {
     "PartialConv2d": "layers",
     "assess": "assess",
     "convert": "convert",
+    "fit_classifier": "training",
     "fit_density": "training",
     "load": "store",
     "observe": "missing",
@@ -84,7 +86,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_SUBMODULES})
+    return sorted({*__all__, *_SUBMODULES, *(name for name in globals() if name.startswith("__"))})
 
 
 class _Package(ModuleType):

@@ -32,8 +32,12 @@ from misconv.cli_options import (
 
 if TYPE_CHECKING:
     from misconv.data import ImageFiles
+    from misconv.images import FitSettings
 
 __all__ = ["assess", "fit", "impute"]
+
+Components = Annotated[int, typer.Option(metavar="N", help="K: more for residuals with heavy tails.")]
+Rank = Annotated[int, typer.Option(metavar="N", help="L: how many ways in which missing pixels vary together.")]
 
 _GO_ON = "stopped; call it again to go on where it was"
 
@@ -42,8 +46,8 @@ def fit(
     images: Images,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File for the density.")],
     budget: Budget = "2min",
-    components: Annotated[int, typer.Option(metavar="N", help="K: more for residuals with heavy tails.")] = 1,
-    rank: Annotated[int, typer.Option(metavar="N", help="L: how many ways in which missing pixels vary together.")] = 4,
+    components: Components = 1,
+    rank: Rank = 4,
     nodata: Nodata = None,
     masks: Masks = None,
     hole_is: HoleIs = "white",
@@ -91,6 +95,8 @@ def impute(
         int, typer.Option(metavar="N", help="Completions to draw of every image, besides the mean.")
     ] = 0,
     budget: Budget = "2min",
+    components: Components = 1,
+    rank: Rank = 4,
     nodata: Nodata = None,
     masks: Masks = None,
     hole_is: HoleIs = "white",
@@ -111,11 +117,23 @@ def impute(
     if samples < 0:
         raise refuse(f"--samples must be 0 or more, got {samples}")
     with own_images(_GO_ON), started(device, precision, as_json=as_json) as processes:
-        from misconv.images import ImputeSettings, check_density, impute_files, keep_record, load_density
+        from misconv.images import (
+            FitSettings,
+            ImputeSettings,
+            check_density,
+            impute_files,
+            keep_record,
+            load_density,
+            parse_budget,
+        )
 
         dataset = _outside(open_images(images, nodata, masks, hole_is, bands, processes.say), out, sd)
         processes.on_first(lambda: _prepare_folders(out, sd, overwrite))
-        file = _density_for(dataset, density, out, budget, seed, workers, processes)
+        learning = FitSettings(
+            parse_budget(budget), processes.fabric, components, rank, seed, workers, out / "density.checkpoint",
+            processes.terminal,
+        )  # fmt: skip
+        file = _density_for(dataset, density, out, learning, processes)
         fabric, model = processes.fabric, load_density(file, processes.fabric.device)
         mark = processes.on_first(lambda: check_density(out, file, overwrite))
         settings = ImputeSettings(out, sd, samples, seed, overwrite, fabric.global_rank, fabric.world_size)
@@ -179,10 +197,10 @@ def _prepare_folders(out: Path, sd: Path | None, overwrite: bool) -> None:
 
 
 def _density_for(
-    dataset: ImageFiles, file: Path | None, out: Path, budget: str, seed: int, workers: int, processes: Processes
+    dataset: ImageFiles, file: Path | None, out: Path, learning: FitSettings, processes: Processes
 ) -> Path:
     """The file of a density; if none is given, one is learned and kept beside the filled images for the next call."""
-    from misconv.images import FitSettings, fit_files, parse_budget
+    from misconv.images import fit_files
     from misconv.store import save
 
     kept = out / "density.safetensors"
@@ -190,16 +208,11 @@ def _density_for(
         processes.say(f"going on with {kept}")
         file = kept
     if file is None:
-        checkpoint = out / "density.checkpoint"
-        settings = FitSettings(
-            parse_budget(budget), processes.fabric, seed=seed, workers=workers, checkpoint=checkpoint,
-            progress=processes.terminal,
-        )  # fmt: skip
-        learned, history, _ = fit_files(dataset, settings, processes.say)
+        learned, history, _ = fit_files(dataset, learning, processes.say)
         processes.say(quality(history))
         if processes.first:
             save(learned, kept)
-            checkpoint.unlink(missing_ok=True)
+            (out / "density.checkpoint").unlink(missing_ok=True)
         processes.fabric.barrier()
         file = kept
     return file
