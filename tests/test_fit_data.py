@@ -639,7 +639,7 @@ def test_when_a_density_is_doubted(rmse: float, half: float, most: float, warned
     if found is not None:
         assert f"has an RMSE of {rmse}, nearest-pixel fill one of 0.2, and {half:.0%} and {most:.0%} of" in found
         assert ("more components" in found) == (half > 0.6)
-        hardly = scores.doubts({f"validation_{name}": value for name, value in record.items()} | {"step": 7.0})
+        hardly = scores.doubts({f"validation_{name}": value for name, value in record.items()}, 7.0)
         assert hardly is not None
         assert hardly.endswith("it has learned for 7 steps, and more of them may help")
 

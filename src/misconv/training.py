@@ -191,7 +191,7 @@ def fit_density(
         progress=progress, title="density",
     )  # fmt: skip
     if fabric.global_rank == 0 and source.held_size:
-        doubt = doubts(history[history.kept])
+        doubt = doubts(history[history.kept], history[-1].get("step", math.inf))
         if doubt is not None:
             warnings.warn(doubt, stacklevel=_WRAPPED)
     return history

@@ -129,15 +129,19 @@ def figures(sums: list[float], nearest: float) -> EpochRecord:
     return {f"validation_{name}": value for name, value in found.items()}
 
 
-def doubts(record: EpochRecord) -> str | None:
-    """Why the density that a record is of should not be relied on, in one sentence; None where there is no reason."""
+def doubts(record: EpochRecord, steps: float = math.inf) -> str | None:
+    """Why the density that a record is of should not be relied on, in one sentence; None where there is no reason.
+
+    Args:
+        steps: of the training, where it was given in steps or minutes.
+    """
     rmse, nearest, half, most = (
         record[f"validation_{name}"] for name in ("rmse", "nearest_rmse", "coverage_50", "coverage_90")
     )
     off = half - 0.5, most - 0.9
     if rmse <= nearest and max(map(abs, off)) <= _MOST_OFF:
         return None
-    advice, steps = "more steps, more images or another network may help", record.get("step", math.inf)
+    advice = "more steps, more images or another network may help"
     if steps < _FEW_STEPS:
         advice = f"it has learned for {steps:.0f} step{'s' * (steps > 1)}, and more of them may help"
     elif rmse <= nearest and off[0] > _MOST_OFF >= abs(off[1]):
