@@ -202,7 +202,7 @@ def test_other_tables_and_the_figure_train_nothing_more(
     assert result.exit_code == 0, result.output
     figure = first / "figure-2-digits.png"
     assert figure.read_bytes()[:4] == b"\x89PNG"
-    assert call("figure-2", file, first).exit_code == 0, "drawn again"
+    assert generation.is_drawn(figure), "and may be drawn again"
     figure.write_text("mine")
     assert "must be new or written by this command" in call("figure-2", file, first).stderr
     figure.unlink()
