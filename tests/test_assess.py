@@ -150,6 +150,10 @@ def test_a_verdict_names_the_better_fill_and_tails_that_are_too_light() -> None:
         "The mean does not beat push–pull fill (RMSE 0.5 against 0.4), and the deviation"
     )
     assert "cannot be believed, it is too wide for most pixels and too narrow for some: 65 %" in report.verdict()
+    level = replace(report, push_pull_rmse=0.495, coverage_50=0.5)
+    assert level.verdict().startswith(
+        "The mean is level with push–pull fill (RMSE 0.5 against 0.495), and the deviation"
+    )
     assert "it is too wide: 65 %" in replace(report, coverage_90=0.95, deviation=0.9).verdict()
     assert "claimed / real                   0.90" in str(report)
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Assessment", "Reliability", "assess"]
 
 _TOLERANCE = 0.1  # coverage off by more than this is not to be believed
+_LEVEL = 0.02  # two errors that differ by no more than this share are level
 
 
 @torch.no_grad()
@@ -120,10 +121,11 @@ class Assessment:
     def verdict(self) -> str:
         """One sentence: whether the mean beats both simple fills, and whether the deviation can be believed."""
         best, fill = min((self.nearest_rmse, "nearest-pixel fill"), (self.push_pull_rmse, "push–pull fill"))
-        beats = self.rmse < best
-        first = f"The mean {'beats' if beats else 'does not beat'} {fill}"
+        good = self.rmse <= (1 + _LEVEL) * best
+        words = "beats" if self.rmse < (1 - _LEVEL) * best else "is level with" if good else "does not beat"
+        first = f"The mean {words} {fill}"
         figures = f"(RMSE {self.rmse:.3g} against {best:.3g})"
-        link = "and" if beats == self.believable else "but"
+        link = "and" if good == self.believable else "but"
         answer = "can be believed" if self.believable else f"cannot be believed, it is too {self._fault()}"
         half, most = (f"{100 * share:.0f} %" for share in (self.coverage_50, self.coverage_90))
         return (
