@@ -119,6 +119,7 @@ def _conv_arguments(
     dilation: Any = 1,
     groups: int = 1,
 ) -> tuple[Any, ...]:
+    """The arguments of `torch.nn.functional.conv2d` in their order, however they were given, with its defaults."""
     return input, weight, bias, stride, padding, dilation, groups
 
 

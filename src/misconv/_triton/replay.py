@@ -59,8 +59,8 @@ class Replays:
     ) -> None:
         self.forward, self.backward, self.results, self.mutated = forward, backward, results, mutated
         self.device, self._calls, self._records = device, 0, 0
-        self._call: Any = None  # of the compiled module
-        self._replays: Any = None  # of the compiled module, too
+        self._replays: Any = None  # the records, which the compiled module holds …
+        self._call: Any = None  # … and its function that replays one of them
         self._launches: list[Any] = []  # as long as they live, so do the functions of their kernels
 
     def __call__(self, plain: Plain, *inputs: Tensor | None) -> Any:

@@ -214,11 +214,9 @@ def _less_doubt(
     for dataset in datasets:
         found = {name: scores(records, "nll", dataset=dataset, method=name) for name in names}
         ahead = comparisons(found, OURS, apart)
-        each = [
-            f"{BY_ROW[name].title} {one.points / 100:+.3f} ({one.chance})".replace("-0", "−0")
-            for name, one in ahead.items()
-            if one.p is not None
-        ]
+        known = {name: one for name, one in ahead.items() if one.p is not None}
+        apart_by = {name: f"{one.points / 100:+.3f}".replace("-", "−") for name, one in known.items()}
+        each = [f"{BY_ROW[name].title} {apart_by[name]} ({one.chance})" for name, one in known.items()]
         if each:
             told.append(f"{title_of(records, dataset)}: {', '.join(each)}")
     return [f"NLL of {BY_ROW[OURS].title} minus that of the row, p as above. {'; '.join(told)}."] if told else []

@@ -308,7 +308,10 @@ def check_generation(images: ImageSet, inception: str | Path | None) -> None:
             f"got {height}×{width}"
         )
     if len(images.test) < FEWEST_TESTED:
-        raise ValueError(f"{images.name} must have at least {FEWEST_TESTED} test images, for a Fréchet distance, got 1")
+        raise ValueError(
+            f"{images.name} must have at least {FEWEST_TESTED} test images, for a Fréchet distance, got "
+            f"{len(images.test)}"
+        )
     check_ruler(images, inception)
 
 
