@@ -26,6 +26,7 @@ import triton.language as tl
 
 from misconv._triton import operator as _triton
 from misconv._triton import plan as _triton_launch
+from misconv._triton import tiles as _triton_tiles
 from misconv._triton.expectations import activation as plain_activation
 from misconv._triton.expectations import expected, slopes
 
@@ -235,7 +236,8 @@ def test_pixels_spread_in_pairs_change_nothing(
 
 @pytest.mark.parametrize("seen", ["shared", "each"])
 def test_many_channels_are_read_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch, seen: str) -> None:
-    monkeypatch.setattr(_triton_launch, "_LARGEST_BOX", 100)
+    for module in (_triton_launch, _triton_tiles):
+        monkeypatch.setattr(module, "LARGEST_BOX", 100)
     leaves, observed = layer(channels=5, components=2, seen=seen)
     assert_close(leaves, observed, padding=1)
 

@@ -1,4 +1,4 @@
-"""Tiles of different cost: ordered first, and complete ones by kernels of their own for strided bfloat16."""
+"""Tiles of different cost: ordered first, and complete ones of strided layers by kernels of their own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from misconv._triton import operator as _operator
 from misconv._triton import plan as _plan
 from misconv._triton.order import order_kernel
-from tests.test_triton import assert_close, error, layer, logit_terms, respond, small_work, upstream  # noqa: F401  # one is a fixture
+from tests.test_triton import BOUND, assert_close, error, layer, logit_terms, respond, small_work, upstream  # noqa: F401  # one is a fixture
 
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"channels": 3, "kernel": 7, "out": 5}, {"stride": 2, "padding": 3}),
@@ -125,3 +125,104 @@ def test_nothing_missing_and_everything_missing() -> None:
         g = upstream(reference).bfloat16()
         found, expected = (torch.autograd.grad(*pair) for pair in ((y, parameters, g), (reference, wanted, g.double())))
         assert error(found[0], expected[0]) < 1e-2
+
+
+# TF32, with float16 operands ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+
+
+def tf32_gradients(
+    start: list[Tensor | None],
+    observed: Tensor,
+    grad: Tensor | None = None,
+    *,
+    is_apart: bool = True,
+    of_pixels: bool = False,
+    **options: Any,
+) -> list[Tensor]:
+    """Gradients of weight and bias, and of means, factors and noise if these are asked for.
+
+    Complete tiles have a kernel of their own, with float16 operands, if that is so in use; else that of all tiles.
+    """
+    geometry = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1} | options
+    logits, means, factors, noise, x, weight, bias = (None if t is None else t.float() for t in start)
+    pixels = [means, factors, noise] if of_pixels else []
+    wanted = [t.requires_grad_() for t in (weight, bias, *pixels) if t is not None]
+    p = MFA(logits, means, factors, noise, check=False).fix(x, observed)  # type: ignore[arg-type]
+    _operator._plan.cache_clear()
+    _operator._cached_plan.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        if not is_apart:
+            patch.setattr(_plan.Plan, "_complete", lambda *_: None)
+        y = respond(p, wanted[0], bias, *geometry.values())
+        assert y is not None
+        grad = upstream(y) if grad is None else grad
+        found = list(torch.autograd.grad(y, wanted, grad.float()))
+    plan = _operator.find_plan(p, Convolution(wanted[0], bias, *geometry.values()), False, ("relu", 0.0, 0.0))
+    assert plan is not None
+    kinds = [None if work.complete is None else work.complete.largest for work in plan._backward.values()]
+    assert [kind is not None for kind in kinds] == [is_apart]
+    return found
+
+
+def assert_equal_up_to_order(start: list[Tensor | None], observed: Tensor, *arguments: Any, **options: Any) -> None:
+    """Float16 operands have the digits of TF32 ones, so nothing differs but the order of float32 sums."""
+    found, wanted = (tf32_gradients(start, observed, *arguments, **options, is_apart=apart) for apart in (True, False))
+    for one, other in zip(found, wanted, strict=True):
+        assert one.shape == other.shape
+        assert error(one, other.double()) < BOUND
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("of_pixels", [False, True])
+@pytest.mark.parametrize(("shape", "options"), CASES)
+def test_float16_operands_are_those_of_tf32(shape: dict[str, Any], options: dict[str, Any], of_pixels: bool) -> None:
+    start, observed = layer(image=(17, 26), **shape)
+    assert observed is not None
+    assert_equal_up_to_order(start, observed, of_pixels=of_pixels, **options)
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("unit", [1e-12, 1e12])
+def test_units_of_images_do_not_matter(unit: float) -> None:
+    """Beyond the range of float16; only one image of the batch is in these units."""
+    start, observed = layer(kernel=7, image=(17, 26))
+    assert observed is not None
+    for place, power in ((1, 1), (2, 1), (3, 2), (4, 1)):
+        values = start[place]
+        assert values is not None
+        start[place] = torch.stack([values[0] * unit**power, values[1]])
+    assert_equal_up_to_order(start, observed, stride=2, padding=3)
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("size", [1e-25, 1e9])
+def test_gradients_may_be_of_any_size(size: float) -> None:
+    """They grow a billion times from the first to the last row of tiles, and begin with zeros."""
+    start, observed = layer(kernel=7, image=(41, 18))
+    assert observed is not None
+    rows = torch.logspace(-9, 0, 21, dtype=torch.float64) * size
+    rows[:5] = 0
+    generator = torch.Generator(torch.get_default_device()).manual_seed(3)
+    grad = torch.randn(2, 3, 21, 9, generator=generator, dtype=torch.float64) * rows[:, None]
+    assert_equal_up_to_order(start, observed, grad, stride=2, padding=3)
+    small = torch.where(torch.arange(21)[:, None] < 8, grad, 0.0)  # alone, so that nothing larger hides them
+    assert_equal_up_to_order(start, observed, small, stride=2, padding=3)
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # by the interpreter
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_is_not_hidden(value: float) -> None:
+    start, observed = layer(kernel=7, image=(17, 26))
+    assert observed is not None
+    grad = torch.ones(2, 3, 9, 13)
+    grad[1, 2, 7, 11] = value
+    start[6] = torch.full_like(start[6], 100.0)  # type: ignore[arg-type]  # so that a ReLU hides nothing
+    weight, bias = tf32_gradients(start, observed, grad, stride=2, padding=3)
+    assert not bool(weight[2].isfinite().any())
+    assert not bool(bias[2].isfinite())

@@ -165,6 +165,36 @@ def _spread_stack(total, private, factors, by_factors, number, observed, weight,
 
 
 @triton.jit
+def _spread_factors(total, factors, by_factors, observed, weight, table, by_v, starts, channels, top, left, height,
+                    width, size, BY_WEIGHT: tl.constexpr, BY_FACTORS: tl.constexpr, L: tl.constexpr,
+                    CHANNELS: tl.constexpr, OUT: tl.constexpr, WINDOW: tl.constexpr, BOX_Y: tl.constexpr,
+                    BOX_X: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr,
+                    PRECISION: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr,
+                    BLOCK_Q: tl.constexpr):  # fmt: skip
+    """`_spread` for all factors, one at a time, where one block holds all taps.
+
+    Responses are computed again. Windows are spread once for all that is done with them, and the places of gradients
+    once for all factors.
+    """
+    TAPS: tl.constexpr = CHANNELS * WINDOW
+    _, missing = box_of(observed, 0, top, left, height, width, CHANNELS, CHANNELS, BOX_Y, BOX_X, BLOCK_Q, HAS_OBSERVED,
+                        PER_CHANNEL)  # fmt: skip
+    w = weights_of(weight, 0, 0, channels, TAPS, TAPS, OUT, PRECISION, BLOCK_O, BLOCK_T)
+    places = windows_of(missing, starts, table, 0, PRECISION, BLOCK_T)
+    written = (places >= 0) & (tl.arange(0, BLOCK_T) < TAPS)[None, :]
+    for number in range(L):
+        box = read(factors + number * size, missing, PRECISION)
+        windows = windows_of(box, starts, table, 0, PRECISION, BLOCK_T)
+        g = rounded(2.0 * product(windows, w, None, PRECISION) * by_v, PRECISION)
+        if BY_WEIGHT:
+            total = product(tl.trans(g), windows, total, PRECISION)
+        if BY_FACTORS:
+            by_image = product(g, tl.trans(w), None, PRECISION)
+            tl.atomic_add(by_factors + number * size + places, by_image, mask=written, sem="relaxed")
+    return total
+
+
+@triton.jit
 def _spread_complete(total, private, means, by_means, noise, by_noise, factors, by_factors, observed, weight, table, g,
                      response, inside, offset, starts, channels, image, top, left, height, width, size, low, high,
                      HAS_RESPONSE: tl.constexpr, BY_WEIGHT: tl.constexpr, BY_MEANS: tl.constexpr, L: tl.constexpr,
@@ -211,8 +241,9 @@ def backward_kernel(
     `by_parameters` has a row for every program, weights first (turned, if taps come in blocks) and biases behind, to be
     added up afterwards; the other gradients are added in place. `by_logits` receives Σ g E_k for each component, over
     tiles that are not complete; the caller does the rest. If ORDERED, tiles come in the `order` of `order_kernel`; if
-    INCOMPLETE, complete ones are left to `complete_kernel`.
+    INCOMPLETE, the gradients of parameters by complete ones are left to `complete_kernel`.
     """
+    COMPLETE: tl.constexpr = BY_MEANS or not INCOMPLETE  # whether complete tiles give anything here
     BLOCK_P: tl.constexpr = TILE_Y * TILE_X
     TAPS: tl.constexpr = CHANNELS * WINDOW
     part, k = tl.program_id(1), tl.program_id(2)
@@ -239,7 +270,7 @@ def backward_kernel(
     end_touched = number
     if ORDERED:
         end_touched = tl.load(order + number)
-        if INCOMPLETE:
+        if not COMPLETE:
             number = end_touched
         elif K > 1:  # the first component answers for all where nothing is missing
             number = tl.where(k > 0, end_touched, number)
@@ -295,21 +326,29 @@ def backward_kernel(
                             CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION,
                             STACK, BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q)  # fmt: skip
             # The response to a single factor is sooner computed again than kept.
-            for number in range(1 if STACK > 1 else 0, (L + STACK - 1) // STACK):
-                total = _spread_stack(total, private, factors + column, by_factors + column, number, seen, weight,
-                                      table, by_v, starts, channels, top, left, height, width, size, BY_WEIGHT,
-                                      BY_FACTORS, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED,
-                                      PER_CHANNEL, PRECISION, STACK, BLOCK_P, BLOCK_O, BLOCK_T,
-                                      BLOCK_Q)  # fmt: skip
-        elif (k == 0) and not INCOMPLETE:
+            if BLOCKS == 1 and STACK == 1:
+                total = _spread_factors(total, factors + column, by_factors + column, seen, weight, table, by_v, starts,
+                                        channels, top, left, height, width, size, BY_WEIGHT, BY_FACTORS, L, CHANNELS,
+                                        OUT, WINDOW, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, BLOCK_O,
+                                        BLOCK_T, BLOCK_Q)  # fmt: skip
+            else:
+                for number in range(1 if STACK > 1 else 0, (L + STACK - 1) // STACK):
+                    total = _spread_stack(total, private, factors + column, by_factors + column, number, seen, weight,
+                                          table, by_v, starts, channels, top, left, height, width, size, BY_WEIGHT,
+                                          BY_FACTORS, L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED,
+                                          PER_CHANNEL, PRECISION, STACK, BLOCK_P, BLOCK_O, BLOCK_T,
+                                          BLOCK_Q)  # fmt: skip
+        elif (k == 0) and COMPLETE:
             places = (y * response_y + x * response_x)[:, None] + (group * OUT + channels)[None, :] * response_o
             total, by_bias = _spread_complete(
                 total, private, means, by_means, noise, by_noise, factors, by_factors, seen, weight, table, g,
                 response + b.to(tl.int64) * response_b + places, inside, offset, starts, channels, image, top, left,
-                height, width, size, low, high, HAS_RESPONSE, BY_WEIGHT, BY_MEANS, L, CHANNELS, OUT, WINDOW, CHUNK,
-                BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, ACTIVATION, PRECISION, BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q,
+                height, width, size, low, high, HAS_RESPONSE, BY_WEIGHT and not INCOMPLETE, BY_MEANS, L, CHANNELS, OUT,
+                WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, ACTIVATION, PRECISION, BLOCK_P, BLOCK_O,
+                BLOCK_T, BLOCK_Q,
             )  # fmt: skip
-            total_bias += by_bias
+            if not INCOMPLETE:
+                total_bias += by_bias
 
     if BY_WEIGHT and BLOCKS == 1:
         places = private + channels[:, None] * PLACES + tl.arange(0, BLOCK_T)[None, :]

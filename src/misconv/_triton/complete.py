@@ -4,24 +4,33 @@ Where a convolution has a stride, windows share whole blocks of stride × stride
 pixels of each block, a *spot*, beside each other (space to depth). A window of 7×7 pixels with stride 2 is then 4×4
 spots: four runs of memory, which tensor cores take as they lie, while `backward` has to spread windows in shared
 memory. And with nothing to compute but a product of windows and gradients, their sum stays in registers over all tiles
-of a program. For bfloat16 that takes a third of the time. Timed on an H200 and not faster: TF32, whose products want
-transposed windows; and spots in forward passes, or for tiles with missing pixels.
+of a program. For bfloat16 that takes a third of the time. Timed on an H200 and not faster: spots in forward passes, or
+for tiles with missing pixels.
 
-`backward` leaves these tiles out; both write rows of the same layout.
+Where TF32 is allowed, operands are float16 numbers (see `halves`), since products of TF32 numbers want transposed
+windows. The pixels of an image have one unit, by the largest of them (`largest_kernel`); gradients have one that suits
+the largest so far, with room for one that is 32 times larger.
+
+`backward` leaves the filters' part of these tiles out; both write rows of the same layout.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from misconv._triton.forward import product
+from misconv._triton.halves import finite_size, power_below
+from misconv._triton.launch import Launch
 
-__all__ = ["Spots", "arrange_kernel", "complete_kernel"]
+__all__ = ["PARTS", "CompleteTiles", "Spots", "arrange_kernel", "complete_kernel", "largest_kernel"]
 
-_ALIGNED = 8  # spots begin where the widest loads of bfloat16 numbers do
+PARTS = 16  # of an image, each with a largest pixel
+_ALIGNED = 8  # spots begin where the widest loads of 16-bit numbers do
 _MOST_TAPS = 256  # places of a window
 
 
@@ -48,16 +57,55 @@ class Spots(NamedTuple):
         return response[0] + self.down - 1, response[1] + self.across - 1
 
 
+class CompleteTiles(NamedTuple):
+    """How the gradients of parameters by complete tiles are computed."""
+
+    largest: Launch | None  # where spots are float16 numbers; else they are bfloat16 ones
+    arrange: Launch
+    multiply: Launch
+    spots: tuple[int, ...]  # (images, rows, columns, SPOT)
+    programs: int  # that write a row each
+
+    def launch(self, means: Tensor, order: Tensor, grad: Tensor, response: Tensor, rows: Tensor) -> None:
+        """Write the gradients to rows."""
+        dtype = torch.bfloat16 if self.largest is None else torch.float16
+        spots = torch.empty(self.spots, dtype=dtype, device=means.device)
+        largest = units = rows  # what is not there is not read, but a kernel wants a pointer
+        if self.largest is not None:
+            largest = torch.empty((self.spots[0], PARTS), dtype=torch.float32, device=means.device)
+            units = torch.empty(self.spots[0], dtype=torch.float32, device=means.device)
+            self.largest(means, largest)
+        self.arrange(means, spots, largest, units)
+        self.multiply(spots, units, order, grad, response, rows)
+
+
+@triton.jit
+def largest_kernel(means, largest, size, length, K: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest absolute value in one of the PARTS of an image, `length` of the `size` pixels of its first component.
+
+    `largest` is (images, PARTS).
+    """
+    b, part = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
+    found = tl.zeros((BLOCK,), tl.float32)
+    end = tl.minimum((part + 1) * length, size)
+    for first in range(part * length, end, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        values = tl.load(means + b * K * size + place, mask=place < end, other=0.0)
+        found = tl.maximum(found, finite_size(values.to(tl.float32)))
+    tl.store(largest + b * PARTS + part, tl.max(found, 0))
+
+
 @triton.jit
 def arrange_kernel(
-    means, spots, height, width, rows, columns, blocks,
+    means, spots, largest, units, height, width, rows, columns, blocks,
     K: tl.constexpr, CHANNELS: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr,
-    SPOT: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_P: tl.constexpr,
+    SPOT: tl.constexpr, PARTS: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """The means of the first component, (images, rows, columns, SPOT), with zeros around the image.
 
     Where a window is complete all components hold the same pixels. A program has one of the blocks of an image; all are
-    counted in one dimension, since batches and images may be larger than a second one of a grid (65,535).
+    counted in one dimension, since batches and images may be larger than a second one of a grid (65,535). If the spots
+    are float16 numbers, `units` receives for each image the value that they are multiples of.
     """
     b, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     place, f = block * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_F)
@@ -68,15 +116,21 @@ def arrange_kernel(
     inside = exists[:, None] & (channel < CHANNELS)[None, :]
     inside = inside & (down >= 0) & (down < height) & (across >= 0) & (across < width)
     places = channel[None, :] * (height * width) + down * width + across
-    values = tl.load(means + b * (K * CHANNELS * height * width) + places, mask=inside, other=0.0)
+    values = tl.load(means + b * (K * CHANNELS * height * width) + places, mask=inside, other=0.0).to(tl.float32)
+    if spots.dtype.element_ty == tl.float16:
+        peak = tl.max(tl.load(largest + b * PARTS + tl.arange(0, PARTS)), 0)
+        unit = power_below(peak) / 16384
+        values = values / unit
+        if block == 0:
+            tl.store(units + b, unit)
     written = exists[:, None] & (f < SPOT)[None, :]
     spots += b * (rows * columns * SPOT) + place[:, None] * SPOT + f[None, :]
-    tl.store(spots, values.to(tl.float32).to(tl.bfloat16), mask=written)
+    tl.store(spots, values.to(spots.dtype.element_ty), mask=written)
 
 
 @triton.jit
 def complete_kernel(
-    spots, order, grad, response, rows_of,
+    spots, units, order, grad, response, rows_of,
     batch, rows, columns, tiles_x, tiles, grad_b, grad_o, grad_y, grad_x, response_b, response_o, response_y,
     response_x,
     CHANNELS: tl.constexpr, KY: tl.constexpr, KX: tl.constexpr, WIDE: tl.constexpr, OUT: tl.constexpr,
@@ -89,11 +143,13 @@ def complete_kernel(
     `order` is that of `order_kernel`. `rows_of` has a row for every program, (taps, channels) as `backward` writes it
     where taps come in blocks, with biases behind.
     """
+    HALF: tl.constexpr = spots.dtype.element_ty == tl.float16
     channels, pixel = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O), tl.arange(0, TILE_Y * TILE_X)
     t = tl.arange(0, TAPS)
     pitch, size = (columns + ACROSS - 1) * SPOT, (rows + DOWN - 1) * (columns + ACROSS - 1)
     total, total_bias = tl.zeros((TAPS, BLOCK_O), tl.float32), tl.zeros((BLOCK_O,), tl.float32)
     number = batch * tiles
+    scale, limit = 1.0, 0.0  # of gradients; the limit comes with the first of them
     first = tl.load(order + number) + tl.program_id(0)
     for place in tl.range(first, number, tl.num_programs(0), num_stages=1):
         index = tl.load(order + place)
@@ -111,7 +167,16 @@ def complete_kernel(
         seen = tl.load(response + b * response_b + places, mask=inside, other=0.0)
         g = tl.where(seen > 0, g, 0.0)  # a ReLU tells its slope
         total_bias += tl.sum(g, 0)
-        total = product(windows, g.to(tl.bfloat16), total, "bf16")
+        if HALF:
+            g = g * tl.load(units + b)
+            largest = tl.max(finite_size(g))
+            if largest > limit:
+                base = power_below(largest)
+                total *= 1024.0 / base / scale
+                scale, limit = 1024.0 / base, 32.0 * base
+            g = g * scale
+        total = product(windows, g.to(spots.dtype.element_ty), total, "tf32")
+    total = total / scale
     own = rows_of + tl.program_id(0).to(tl.int64) * (OUT * (CHUNKS * PLACES + 1))
     f = t % LINE % SPOT
     channel, y, x = f // (SY * SX), t // LINE * SY + f // SX % SY, t % LINE // SPOT * SX + f % SX

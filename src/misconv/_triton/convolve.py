@@ -10,7 +10,7 @@ from torch import Tensor
 from misconv._triton.launch import dense
 from misconv._triton.plan import BackwardWork, Layout, Plan
 
-__all__ = ["backward", "backward_parameters", "forward", "is_channels_last", "squares"]
+__all__ = ["backward", "backward_parameters", "forward", "is_channels_last", "respond", "squares"]
 
 
 def forward(
@@ -24,12 +24,30 @@ def forward(
     bias: Tensor | None,
 ) -> Tensor:
     """The expected activation, (B, O, H', W'), laid out in memory as the weights are."""
-    last = is_channels_last(weight)
+    last, filters = is_channels_last(weight), _widened(weight, plan.paired)
+    return respond(plan, (logits, means, factors, noise), observed, filters, weight if bias is None else bias, last)
+
+
+def respond(
+    plan: Plan, density: Sequence[Tensor], observed: Tensor | None, filters: Tensor, offsets: Tensor, last: bool
+) -> Tensor:
+    """The expected activation, (B, O, H', W'), with its channels last in memory or not.
+
+    Args:
+        density: logits, means, factors and noise.
+        filters: with an even number of columns, where bfloat16 pixels come in pairs.
+        offsets: biases; if there are none, any tensor, since a kernel wants a pointer.
+    """
     launch, table, strides = plan.forward_channels_last if last else plan.forward
     out = torch.empty_strided(plan.shape, strides, dtype=plan.settings.dtype, device=plan.device)
-    # What is not there is not read, but a kernel wants a pointer.
-    seen, offset = means if observed is None else observed, weight if bias is None else bias
-    launch(*dense(logits, means, factors, noise, seen, _widened(weight, plan.paired), offset), table, out)
+    filters, offsets, units = *dense(filters, offsets), None
+    if plan.halve is not None:
+        halves = torch.empty(plan.half_filters, dtype=torch.float16, device=plan.device)
+        units = torch.empty(plan.weight[0], dtype=torch.float32, device=plan.device)
+        plan.halve(filters, halves, units)
+        filters = halves
+    seen = density[1] if observed is None else observed
+    launch(*dense(*density, seen), filters, offsets, units, table, out)
     return out
 
 
@@ -142,18 +160,12 @@ def _launch_backward(
 ) -> None:
     """Write the gradients of parameters to rows, and those of logits and pixels to the others."""
     # What is not there is not read, but a kernel wants a pointer.
-    known, order, complete = grad if response is None else response, rows, work.complete
+    known, order = grad if response is None else response, rows
     if work.order is not None:
-        number = work.order.tiles
-        touched = torch.empty(number, dtype=torch.int8, device=grad.device)
-        order = torch.empty(number + 1, dtype=torch.int32, device=grad.device)
-        work.order.find(images[4], touched)
-        work.order.sort(touched, order)
+        order = work.order.launch(images[4])
     work.launch(*images, work.table, grad, known, rows, *others, order)
-    if complete is not None:
-        spots = torch.empty(complete.spots, dtype=torch.bfloat16, device=grad.device)
-        complete.arrange(images[1], spots)
-        complete.multiply(spots, order, grad, known, rows[work.programs - complete.programs :])
+    if work.complete is not None:
+        work.complete.launch(images[1], order, grad, known, rows[work.programs - work.complete.programs :])
 
 
 def is_channels_last(weight: Tensor) -> bool:

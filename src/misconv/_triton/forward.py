@@ -8,8 +8,9 @@ only, since observed ones count as zero. Mean and variance stay in registers; th
 
 Products take float32 operands, rounded to TF32 where the user allows it, and bfloat16 ones in a network of that type;
 sums are float32. Spreading is what takes longest, so bfloat16 pixels are spread two at a time where windows begin at
-even columns ("bf16x2"): boxes then hold words of two neighbours. Everything here is made of operations that Triton's
-interpreter knows, so that the kernels are tested without a GPU.
+even columns ("bf16x2"): boxes then hold words of two neighbours. In the place of TF32 numbers stand float16 ones there,
+in units of each box and filter ("f16x2", see `halves`; only in the forward pass, where one chunk holds all channels).
+Everything here is made of operations that Triton's interpreter knows, so that the kernels are tested without a GPU.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import triton
 import triton.language as tl
 
 from misconv._triton.expectations import activation, expected
+from misconv._triton.halves import unit_of
 
 __all__ = [
     "box_of",
@@ -96,6 +98,8 @@ def rounded(values, PRECISION: tl.constexpr):
     """What products take. To the nearest TF32 number, where that is asked for: the hardware would cut off the rest."""
     if PRECISION == "bf16" or PRECISION == "bf16x2":
         values = values.to(tl.bfloat16)
+    elif PRECISION == "f16x2":
+        values = values.to(tl.float16)
     elif PRECISION == "tf32":
         values = ((values.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
     return values
@@ -110,8 +114,8 @@ def squares_of(weights, PRECISION: tl.constexpr):
 
 @triton.jit
 def product(left, right, total, PRECISION: tl.constexpr):
-    """total + left · right in float32; total may be None."""
-    if PRECISION == "bf16" or PRECISION == "bf16x2":
+    """total + left · right in float32; total may be None. PRECISION is that of float32 operands."""
+    if left.dtype == tl.bfloat16 or left.dtype == tl.float16:
         if _INTERPRETED:
             left, right = left.to(tl.float32), right.to(tl.float32)
         found = tl.dot(left, right, total)
@@ -122,8 +126,8 @@ def product(left, right, total, PRECISION: tl.constexpr):
 
 @triton.jit
 def packed(box, PRECISION: tl.constexpr):
-    """A box as windows are spread from it: pixels (n,), or words (n / 2,) of two neighbours each if "bf16x2"."""
-    if PRECISION == "bf16x2":
+    """A box as windows are spread from it: pixels (n,), or words (n / 2,) of two neighbours each."""
+    if PRECISION == "bf16x2" or PRECISION == "f16x2":
         bits = tl.reshape(box.to(tl.uint16, bitcast=True).to(tl.uint32), (box.shape[0] // 2, 2))
         first, second = tl.split(bits)
         box = first | (second << 16)
@@ -131,10 +135,11 @@ def packed(box, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _unpacked(words):
+def _unpacked(words, PRECISION: tl.constexpr):
     """The pixels (…, 2) of words of two."""
+    TYPE: tl.constexpr = tl.float16 if PRECISION == "f16x2" else tl.bfloat16
     first, second = (words & 0xFFFF).to(tl.uint16), (words >> 16).to(tl.uint16)
-    return tl.join(first.to(tl.bfloat16, bitcast=True), second.to(tl.bfloat16, bitcast=True))
+    return tl.join(first.to(TYPE, bitcast=True), second.to(TYPE, bitcast=True))
 
 
 @triton.jit
@@ -142,6 +147,19 @@ def read(image, offsets, PRECISION: tl.constexpr):
     """What an image holds at these offsets, and 0 where they are negative; packed."""
     values = tl.load(image + offsets, mask=offsets >= 0, other=0.0).to(tl.float32)
     return packed(rounded(values, PRECISION), PRECISION)
+
+
+@triton.jit
+def _read_in_units(image, offsets, PRECISION: tl.constexpr):
+    """The same in units, and the unit; that is 1 but for "f16x2"."""
+    unit = 1.0
+    if PRECISION == "f16x2":
+        values = tl.load(image + offsets, mask=offsets >= 0, other=0.0).to(tl.float32)
+        unit = unit_of(values, 16384)
+        box = packed(rounded(values / unit, PRECISION), PRECISION)
+    else:
+        box = read(image, offsets, PRECISION)
+    return box, unit
 
 
 @triton.jit
@@ -158,7 +176,7 @@ def starts_of(TILE_X: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, BOX_X: t
     """Where the windows of a tile begin in its box, (pixels,); in words if there are two pixels in each."""
     pixel = tl.arange(0, BLOCK_P)
     starts = pixel // TILE_X * (SY * BOX_X) + pixel % TILE_X * SX
-    if PRECISION == "bf16x2":
+    if PRECISION == "bf16x2" or PRECISION == "f16x2":
         starts = starts // 2
     return starts
 
@@ -166,7 +184,7 @@ def starts_of(TILE_X: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, BOX_X: t
 @triton.jit
 def starts_below(starts, STACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, PRECISION: tl.constexpr):
     """Where windows begin in the boxes of a stack, (STACK · pixels,)."""
-    LENGTH: tl.constexpr = BLOCK_Q // 2 if PRECISION == "bf16x2" else BLOCK_Q
+    LENGTH: tl.constexpr = BLOCK_Q // 2 if PRECISION == "bf16x2" or PRECISION == "f16x2" else BLOCK_Q
     return _stacked(starts, STACK) + tl.arange(0, STACK * BLOCK_P) // BLOCK_P * LENGTH
 
 
@@ -174,21 +192,28 @@ def starts_below(starts, STACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl
 def read_stack(factors, number, missing, size, L: tl.constexpr, STACK: tl.constexpr, PRECISION: tl.constexpr,
                BLOCK_Q: tl.constexpr):  # fmt: skip
     """The boxes of factors number · STACK, … one behind the other, (STACK · BLOCK_Q,), and their offsets."""
+    offsets = _stack_offsets(number, missing, size, L, STACK, BLOCK_Q)
+    return read(factors, offsets, PRECISION), offsets
+
+
+@triton.jit
+def _stack_offsets(number, missing, size, L: tl.constexpr, STACK: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """Where the factors number · STACK, … lie at missing pixels, one behind the other, (STACK · BLOCK_Q,)."""
     factor = number * STACK + tl.arange(0, STACK * BLOCK_Q) // BLOCK_Q
     offsets = _stacked(missing, STACK)
-    offsets = tl.where((offsets >= 0) & (factor < L), offsets + factor * size, -1)
-    return read(factors, offsets, PRECISION), offsets
+    return tl.where((offsets >= 0) & (factor < L), offsets + factor * size, -1)
 
 
 @triton.jit
 def windows_of(box, starts, table, block, PRECISION: tl.constexpr, BLOCK_T: tl.constexpr):
     """A block of taps of the windows that begin at `starts` in a box, (windows, taps)."""
-    COUNT: tl.constexpr = BLOCK_T // 2 if PRECISION == "bf16x2" else BLOCK_T
+    PAIRED: tl.constexpr = PRECISION == "bf16x2" or PRECISION == "f16x2"
+    COUNT: tl.constexpr = BLOCK_T // 2 if PAIRED else BLOCK_T
     taps = tl.load(table + block * COUNT + tl.arange(0, COUNT))
     index = tl.reshape(starts[:, None] + taps[None, :], (starts.shape[0] * COUNT,))
     windows = tl.reshape(tl.gather(box, index, 0), (starts.shape[0], COUNT))
-    if PRECISION == "bf16x2":
-        windows = tl.reshape(_unpacked(windows), (starts.shape[0], BLOCK_T))
+    if PAIRED:
+        windows = tl.reshape(_unpacked(windows, PRECISION), (starts.shape[0], BLOCK_T))
     return windows
 
 
@@ -242,16 +267,16 @@ def mean_of(means, observed, weight, table, starts, channels, top, left, height,
             HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_P: tl.constexpr,
             BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr):  # fmt: skip
     """The response (pixels, channels) to the mean of one component. WINDOW is the number of taps in one channel."""
-    m = tl.zeros((BLOCK_P, BLOCK_O), tl.float32)
+    m, unit = tl.zeros((BLOCK_P, BLOCK_O), tl.float32), 1.0
     for chunk in range((CHANNELS + CHUNK - 1) // CHUNK):
         offsets, _ = box_of(observed, chunk, top, left, height, width, CHANNELS, CHUNK, BOX_Y, BOX_X, BLOCK_Q, False,
                             False)  # fmt: skip
-        box = read(means + chunk * CHUNK * height * width, offsets, PRECISION)
+        box, unit = _read_in_units(means + chunk * CHUNK * height * width, offsets, PRECISION)
         for block in tl.range((CHUNK * WINDOW + BLOCK_T - 1) // BLOCK_T, disable_licm=True):
             w = weights_of(weight, chunk, block, channels, CHANNELS * WINDOW, CHUNK * WINDOW, OUT, PRECISION, BLOCK_O,
                            BLOCK_T)  # fmt: skip
             m = product(windows_of(box, starts, table, block, PRECISION, BLOCK_T), w, m, PRECISION)
-    return m
+    return m * unit
 
 
 @triton.jit
@@ -261,18 +286,19 @@ def stack_of(factors, number, observed, weight, table, starts, channels, top, le
              PRECISION: tl.constexpr, STACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr,
              BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr):  # fmt: skip
     """The responses (STACK · pixels, channels) to one stack of the factors of a component."""
-    r = tl.zeros((STACK * BLOCK_P, BLOCK_O), tl.float32)
+    r, unit = tl.zeros((STACK * BLOCK_P, BLOCK_O), tl.float32), 1.0
     below = starts_below(starts, STACK, BLOCK_P, BLOCK_Q, PRECISION)
     for chunk in range((CHANNELS + CHUNK - 1) // CHUNK):
         _, missing = box_of(observed, chunk, top, left, height, width, CHANNELS, CHUNK, BOX_Y, BOX_X, BLOCK_Q,
                             HAS_OBSERVED, PER_CHANNEL)  # fmt: skip
         first = chunk * CHUNK * height * width
-        box, _ = read_stack(factors + first, number, missing, size, L, STACK, PRECISION, BLOCK_Q)
+        offsets = _stack_offsets(number, missing, size, L, STACK, BLOCK_Q)
+        box, unit = _read_in_units(factors + first, offsets, PRECISION)
         for block in tl.range((CHUNK * WINDOW + BLOCK_T - 1) // BLOCK_T, disable_licm=True):
             w = weights_of(weight, chunk, block, channels, CHANNELS * WINDOW, CHUNK * WINDOW, OUT, PRECISION, BLOCK_O,
                            BLOCK_T)  # fmt: skip
             r = product(windows_of(box, below, table, block, PRECISION, BLOCK_T), w, r, PRECISION)
-    return r
+    return r * unit
 
 
 @triton.jit
@@ -285,15 +311,18 @@ def moments_of(means, factors, noise, observed, weight, table, starts, channels,
     m = tl.zeros((BLOCK_P, BLOCK_O), tl.float32)
     v = tl.zeros((BLOCK_P, BLOCK_O), tl.float32)
     r = tl.zeros((STACK * BLOCK_P, BLOCK_O), tl.float32)
+    unit_m, unit_v, unit_r = 1.0, 1.0, 1.0
     below = starts_below(starts, STACK, BLOCK_P, BLOCK_Q, PRECISION)
     for chunk in range((CHANNELS + CHUNK - 1) // CHUNK):
         offsets, missing = box_of(observed, chunk, top, left, height, width, CHANNELS, CHUNK, BOX_Y, BOX_X, BLOCK_Q,
                                   HAS_OBSERVED, PER_CHANNEL)  # fmt: skip
         first = chunk * CHUNK * height * width
-        of_means, of_noise = read(means + first, offsets, PRECISION), read(noise + first, missing, PRECISION)
+        of_means, unit_m = _read_in_units(means + first, offsets, PRECISION)
+        of_noise, unit_v = _read_in_units(noise + first, missing, PRECISION)
         of_factors = of_noise
         if L > 0:
-            of_factors, _ = read_stack(factors + first, 0, missing, size, L, STACK, PRECISION, BLOCK_Q)
+            places = _stack_offsets(0, missing, size, L, STACK, BLOCK_Q)
+            of_factors, unit_r = _read_in_units(factors + first, places, PRECISION)
         for block in tl.range((CHUNK * WINDOW + BLOCK_T - 1) // BLOCK_T, disable_licm=True):
             w = weights_of(weight, chunk, block, channels, CHANNELS * WINDOW, CHUNK * WINDOW, OUT, PRECISION, BLOCK_O,
                            BLOCK_T)  # fmt: skip
@@ -302,7 +331,8 @@ def moments_of(means, factors, noise, observed, weight, table, starts, channels,
             v = product(windows_of(of_noise, starts, table, block, PRECISION, BLOCK_T), square, v, PRECISION)
             if L > 0:
                 r = product(windows_of(of_factors, below, table, block, PRECISION, BLOCK_T), w, r, PRECISION)
-    v += _sum_stack(r * r, STACK, BLOCK_P, BLOCK_O)
+    m, r = m * unit_m, r * unit_r
+    v = v * unit_v + _sum_stack(r * r, STACK, BLOCK_P, BLOCK_O)
     for number in range(1, (L + STACK - 1) // STACK):
         r2 = stack_of(factors, number, observed, weight, table, starts, channels, top, left, height, width, size, L,
                       CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, STACK, BLOCK_P,
@@ -322,7 +352,7 @@ def share_of(logits, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    logits, means, factors, noise, observed, weight, bias, table, out,
+    logits, means, factors, noise, observed, weight, bias, units, table, out,
     height, width, rows, columns, tiles_x, tiles, out_b, out_o, out_y, out_x, low, high,
     K: tl.constexpr, L: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, OUT: tl.constexpr,
     WINDOW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr,
@@ -333,7 +363,8 @@ def forward_kernel(
 ):  # fmt: skip
     """Σ_k π_k E[f(N(m_k, v_k))] for one tile of one image and one block of channels of one group.
 
-    CHANNELS and OUT are those of a group, CHUNK of them are read at a time.
+    CHANNELS and OUT are those of a group, CHUNK of them are read at a time. `units` are those of float16 filters, or
+    None.
     """
     BLOCK_P: tl.constexpr = TILE_Y * TILE_X
     b, tile, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
@@ -353,6 +384,9 @@ def forward_kernel(
     offset = tl.zeros((BLOCK_O,), tl.float32)
     if HAS_BIAS:
         offset = tl.load(bias + group * OUT + channels, mask=channels < OUT, other=0.0).to(tl.float32)
+    unit = tl.full((BLOCK_O,), 1.0, tl.float32)
+    if units is not None:
+        unit = tl.load(units + group * OUT + channels, mask=channels < OUT, other=0.0)
 
     y, x = tile // tiles_x * TILE_Y, tile % tiles_x * TILE_X
     top, left = y * SY - PY, x * SX - PX
@@ -367,7 +401,7 @@ def forward_kernel(
                                  starts, channels, top, left, height, width, size, L, CHANNELS, OUT, WINDOW, CHUNK,
                                  BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, STACK, BLOCK_P, BLOCK_O, BLOCK_T,
                                  BLOCK_Q)  # fmt: skip
-            e = expected(m + offset[None, :], v, ACTIVATION, low, high)
+            e = expected(m * unit[None, :] + offset[None, :], v * (unit * unit)[None, :], ACTIVATION, low, high)
             if K > 1:
                 e = e * share_of(logits + b * K, k, K, BLOCK_K)
             result += e
@@ -375,7 +409,7 @@ def forward_kernel(
         m = mean_of(means, observed, weight, table, starts, channels, top, left, height, width, CHANNELS, OUT, WINDOW,
                     CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, BLOCK_P, BLOCK_O, BLOCK_T,
                     BLOCK_Q)  # fmt: skip
-        result, _ = activation(m + offset[None, :], ACTIVATION, low, high)
+        result, _ = activation(m * unit[None, :] + offset[None, :], ACTIVATION, low, high)
     y, x = y + pixel // TILE_X, x + pixel % TILE_X
     places = (y * out_y + x * out_x)[:, None] + (group * OUT + channels)[None, :] * out_o
     inside = ((y < rows) & (x < columns))[:, None] & (channels < OUT)[None, :]

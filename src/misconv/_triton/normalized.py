@@ -16,7 +16,7 @@ from torch import Tensor
 
 from misconv._backend import is_ordinary
 from misconv._math import Activation
-from misconv._triton.convolve import backward_parameters, is_channels_last
+from misconv._triton.convolve import backward_parameters, is_channels_last, respond
 from misconv._triton.fold import fold_fixed_kernel, fold_kernel, unfold_kernel
 from misconv._triton.launch import Launch, dense, power
 from misconv._triton.moments import NUMBERS, WindowMoments, Windows, window_moments, windows_of
@@ -173,8 +173,8 @@ def _forward(
     tracked = [t for t in norm[2:] if t is not None]
     if tracked:
         torch.autograd.graph.increment_version(tracked)  # who has saved them for a backward pass must know
-    last = is_channels_last(weight)
-    response = _respond(plan, logits, means, factors, noise, observed, folded, offsets, last)
+    density = (logits, means, factors, noise)
+    response = respond(plan, density, observed, folded, offsets, is_channels_last(weight))
     return response, moments, folded, kept
 
 
@@ -221,7 +221,8 @@ def _fixed_forward(plan: Plan, eps: float, *inputs: Any) -> Tensor:
     types = tuple([None if t is None else t.dtype for t in (bias, *norm)])
     launch = _fold_fixed(plan, weight.stride(), types, eps)
     launch(weight, bias, *norm, folded, offsets)
-    return _respond(plan, logits, means, factors, noise, observed, folded, offsets, is_channels_last(weight))
+    density = (logits, means, factors, noise)
+    return respond(plan, density, observed, folded, offsets, is_channels_last(weight))
 
 
 @lru_cache(4096)
@@ -232,25 +233,6 @@ def _fold_fixed(plan: Plan, strides: tuple[int, ...], types: tuple[Any, ...], ep
     block = min(power(channels * kernel[0] * wide), 1024)
     arguments = (*strides, eps, channels, *kernel, wide, block)
     return Launch(fold_fixed_kernel, plan.device, (out, 1, 1), arguments)
-
-
-def _respond(
-    plan: Plan,
-    logits: Tensor,
-    means: Tensor,
-    factors: Tensor,
-    noise: Tensor,
-    observed: Tensor | None,
-    folded: Tensor,
-    offsets: Tensor,
-    last: bool,
-) -> Tensor:
-    """The response to filters that hold the normalization, with its channels last in memory or not."""
-    launch, table, strides = plan.forward_channels_last if last else plan.forward
-    response = torch.empty_strided(plan.shape, strides, dtype=plan.settings.dtype, device=plan.device)
-    seen = means if observed is None else observed
-    launch(*dense(logits, means, factors, noise, seen), folded, offsets, table, response)
-    return response
 
 
 def _backward(

@@ -25,8 +25,9 @@ from misconv._math import (
     pair,
 )
 from misconv._triton.convolve import backward, forward, is_channels_last
-from misconv._triton.plan import Plan, Settings, box_is_small
+from misconv._triton.plan import Plan
 from misconv._triton.replay import Replays
+from misconv._triton.tiles import Settings, box_is_small
 
 if TYPE_CHECKING:
     from misconv._conv import Affine, Convolution

@@ -9,12 +9,33 @@ what it was, so that equal inputs give gradients of filters with equal bits; a q
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from misconv._triton.forward import count_missing
+from misconv._triton.launch import Launch
 
-__all__ = ["find_touched_kernel", "order_kernel"]
+__all__ = ["TileOrder", "find_touched_kernel", "order_kernel"]
+
+
+class TileOrder(NamedTuple):
+    """How tiles are ordered by what they cost."""
+
+    find: Launch
+    sort: Launch
+    tiles: int  # of all images
+
+    def launch(self, observed: Tensor) -> Tensor:
+        """The order of the tiles, and behind it how many of them have missing pixels; (tiles + 1,)."""
+        touched = torch.empty(self.tiles, dtype=torch.int8, device=observed.device)
+        order = torch.empty(self.tiles + 1, dtype=torch.int32, device=observed.device)
+        self.find(observed, touched)
+        self.sort(touched, order)
+        return order
 
 
 @triton.jit

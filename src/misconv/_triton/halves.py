@@ -1,0 +1,51 @@
+"""Float16 numbers in the place of TF32 ones.
+
+They have as many digits, 11 bits, and tensor cores take them twice as fast, in any order, and two in a word. What
+float16 lacks is range. So what is multiplied comes in *units*, powers of two that are found for a few numbers at a time
+(the pixels of a box, the weights of a filter) from the largest of them. Only numbers below about a 10⁸th of that one
+lose digits, and these weigh nothing in a sum with it. Infinite numbers have no part in the choice of a unit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["finite_size", "halve_filters_kernel", "power_below", "unit_of"]
+
+
+@triton.jit
+def finite_size(values):
+    """Absolute values, and 0 where these are not finite."""
+    size = tl.abs(values)
+    return tl.where(size < float("inf"), size, 0.0)
+
+
+@triton.jit
+def power_below(number):
+    """The largest power of two that is not above a positive number, and at least 2⁻¹⁰⁰, whose inverse is finite."""
+    bits = number.to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.maximum(bits.to(tl.float32, bitcast=True), 7.888609052210118e-31)
+
+
+@triton.jit
+def unit_of(values, LARGEST: tl.constexpr):
+    """The power of two of which the largest of these values is between LARGEST and twice as many."""
+    return power_below(tl.max(finite_size(values), 0)) / LARGEST
+
+
+@triton.jit
+def halve_filters_kernel(
+    weight, filters, units, TAPS: tl.constexpr, KX: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One filter, TAPS numbers in lines of KX, in units of its own; lines of the result have WIDE places, zeros last.
+
+    The largest weight becomes 64 to 128, so that its square is a float16 number, too, and that of a weight which is
+    10,000 times smaller has all digits.
+    """
+    o, t = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = (t < TAPS // KX * WIDE) & (t % WIDE < KX)
+    values = tl.load(weight + o * TAPS + t // WIDE * KX + t % WIDE, mask=inside, other=0.0).to(tl.float32)
+    unit = unit_of(values, 64)
+    tl.store(units + o, unit)
+    tl.store(filters + o * (TAPS // KX * WIDE) + t, (values / unit).to(tl.float16), mask=t < TAPS // KX * WIDE)
