@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 from misconv import data, impute, missing
 from misconv.paper import coding, command, evidence, letters, recipe, splitting
 from misconv.paper.augment import Augmented, FreshlyHidden, Versions
-from misconv.paper.recipe import RECIPES, Joint, Runs
+from misconv.paper.recipe import RECIPES, Joint, Runs, Work
 from misconv.paper.regions import ALL_SHAPES, all_shapes
 from misconv.paper.rows import ROWS, row_named
 from misconv.paper.scores import Record
@@ -295,6 +296,24 @@ def test_variants_share_what_is_the_same(tmp_path: Path) -> None:
     assert "not-moved" in variants_of(whole)
     shown = letters.run_letter("C", experiment, whole, ["mfa"], [0])
     assert [record["variant"] for record in shown] == ["whole", "components", "deviation", "mfa"]
+
+
+def test_fine_tuning_begins_with_what_is_trained_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = Runs(Spied(tmp_path / "a")).run(["misconv", "mask"], [0, 1])
+    stages, stage = [], Runs._stage
+
+    def counted(self: Runs, works: Sequence[Work], epochs: int, **options: Any) -> Path:
+        stages.append([(work.row.name, work.seed) for work in works])
+        return stage(self, works, epochs, **options)
+
+    monkeypatch.setattr(Runs, "_stage", counted)
+    plain = Runs(Spied(tmp_path / "b"), replace(SMALL, tuned=0)).run(["misconv"], [0])
+    tuned = Runs(Spied(tmp_path / "b")).run(["misconv", "mask"], [0, 1])
+    both = [("misconv", 0), ("misconv", 1)]
+    # Seeds take turns on a CPU by as many as are asked for: what is there is not trained again.
+    assert stages == [[("misconv", 0)], [("misconv", 1)], both, [("mask", 0), ("mask", 1)]]
+    assert essence(tuned) == essence(alone)
+    assert [each["seconds"] > plain[0]["seconds"] for each in tuned[:1]] == [True]
 
 
 def test_ways_of_an_earlier_call_are_shown_too(tmp_path: Path) -> None:

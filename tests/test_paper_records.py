@@ -94,18 +94,43 @@ def test_units_of_a_table_that_was_not_finished(tool: dict[str, Any], tmp_path: 
     assert tool["read"](tmp_path / "svhn-recipe.json") == [unit]
 
 
-def test_ingredients_may_have_densities_of_their_own(tool: dict[str, Any], tmp_path: Path) -> None:
-    new = [record("misconv", 0, density, "ingredient", variant=density) for density in ("whole", "components")]
+def test_ingredients_may_have_other_components(tool: dict[str, Any], tmp_path: Path) -> None:
+    new = [record("misconv", 0, "new", "ingredient", variant=variant) for variant in ("whole", "components")]
+    for count, each in zip((1, 3), new, strict=True):
+        each["settings"]["recipe"]["density"]["components"] = count
     results, table = files(tool, tmp_path, [], new)
     assert tool["merge"]([table], results) == ["svhn-ingredients.json: 2 records"]
+
+
+def test_ingredients_of_another_recipe_are_left_out(tool: dict[str, Any], tmp_path: Path) -> None:
+    # The table compares every variant with the whole recipe, seed by seed.
+    old = [record("misconv", 0, "old", "ingredient", variant=variant) for variant in ("whole", "not-hidden")]
+    new = [record("misconv", 0, "new", "ingredient", variant=variant) for variant in ("whole", "tuned")]
+    results, table = files(tool, tmp_path, [], new)
+    tool["write"](results / "svhn-ingredients.json", old)
+    assert tool["merge"]([table], results) == ["svhn-ingredients.json: 2 records, without misconv of another recipe"]
+    assert tool["read"](results / "svhn-ingredients.json") == new
+
+
+def test_records_of_block_one_lie_by_what_is_missing(tool: dict[str, Any], tmp_path: Path) -> None:
+    old = [record("zero", 0, kind="classification"), record("zero", 0, kind="classification", shape="noise")]
+    results, table = files(tool, tmp_path, [], [record("acflow", 0, kind="classification")])
+    qualities = [{**record("", 0, kind="density"), "density": density} for density in ("DMFA", "ACFlow")]
+    tool["write"](results / "svhn-square.json", [old[0], qualities[0]])
+    tool["write"](results / "svhn-noise.json", old[1:])
+    tool["write"](tmp_path / "table-7.json", qualities[1:])
+    assert tool["merge"]([table, tmp_path / "table-7.json"], results) == ["svhn-square.json: 4 records"]
+    found = [each["method"] or each["density"] for each in tool["read"](results / "svhn-square.json")]
+    assert found == ["zero", "DMFA", "acflow", "ACFlow"]
+    assert tool["read"](results / "svhn-noise.json") == old[1:]
 
 
 def test_what_is_no_file_of_records_is_refused(tool: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("[1, 2]")
     with pytest.raises(SystemExit, match=r"other\.json must be a file of records"):
         tool["merge"]([tmp_path / "other.json"], tmp_path)
-    tool["write"](tmp_path / "table-1.json", [record("zero", 0, kind="classification")])
-    with pytest.raises(SystemExit, match="must hold records of recipe, transfer, .* got 'classification'"):
+    tool["write"](tmp_path / "table-1.json", [record("zero", 0, kind="ablation")])
+    with pytest.raises(SystemExit, match="must hold records of classification, density, recipe, .* got 'ablation'"):
         tool["merge"]([tmp_path / "table-1.json"], tmp_path)
 
 

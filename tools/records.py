@@ -25,8 +25,10 @@ from misconv.paper.scores import Record
 
 ROOT = Path(__file__).parent.parent
 
-# The file of each kind of records, after the name of the data set.
+# The file of each kind of records, after the name of the data set; those of block one lie by what is missing.
 FILES = {
+    "classification": "{shape}",
+    "density": "{shape}",
     "recipe": "recipe",
     "transfer": "transfer",
     "share": "shares",
@@ -38,7 +40,10 @@ FILES = {
     "flow_matching": "generation",
 }
 ONE_RECIPE = ("recipe", "transfer", "share")  # the kinds whose rows differ by how missing pixels are treated alone
-PARTS = ("kind", "dataset", "shape", "method", "seed", "variant", "share", "coding", "objective")  # of a row
+INGREDIENT = "ingredient"  # whose rows differ otherwise, but not in images, epochs and the kind of density
+PARTS = (
+    "kind", "dataset", "shape", "method", "seed", "variant", "share", "coding", "objective", "density",
+)  # of a row  # fmt: skip
 SEEDED = ("recipe", "transfer", "share")  # the kinds that are in a folder as they are in results/paper
 
 
@@ -70,10 +75,13 @@ def row_of(record: Record) -> tuple[Any, ...]:
 
 
 def density_of(record: Record) -> str | None:
-    """The settings of its density, if it has one."""
+    """The settings of its density, if it has one; an ingredient may be another number of components."""
     settings = record.get("settings", {})
     found = settings.get("recipe", {}).get("density") or settings.get("density")
-    return None if found is None else json.dumps(found, sort_keys=True)
+    if found is None:
+        return None
+    left_out = ("components",) if record["kind"] == INGREDIENT else ()
+    return json.dumps({name: value for name, value in found.items() if name not in left_out}, sort_keys=True)
 
 
 def basis_of(record: Record) -> tuple[Any, ...]:
@@ -86,13 +94,13 @@ def merged(old: Sequence[Record], new: Sequence[Record]) -> tuple[list[Record], 
     """All records of one file, in the order of the old ones, and those that were left out: of another recipe."""
     by_row = {row_of(record): record for record in [*old, *new]}
     bases = {basis_of(record) for record in new}
-    densities = {density_of(record) for record in new if record["kind"] in ONE_RECIPE} - {None}
+    densities = {density_of(record) for record in new if record["kind"] in (*ONE_RECIPE, INGREDIENT)} - {None}
     if len(densities) > 1:
         places = ", ".join(sorted({f"{record['dataset']} ({record['kind']})" for record in new}))
         raise SystemExit(f"records that are merged must have one density, got {len(densities)} of {places}")
 
     def fits(record: Record) -> bool:
-        if record["kind"] not in ONE_RECIPE:
+        if record["kind"] not in (*ONE_RECIPE, INGREDIENT):
             return True
         density = density_of(record)
         return basis_of(record) in bases and (density is None or not densities or density in densities)
@@ -114,7 +122,8 @@ def merge(paths: Iterable[Path], results: Path, commit: str | None = None) -> li
                 record["commit"] = commit
             if record["kind"] not in FILES:
                 raise SystemExit(f"{path} must hold records of {', '.join(FILES)}, got {record['kind']!r}")
-            by_file.setdefault(f"{record['dataset']}-{FILES[record['kind']]}.json", []).append(record)
+            name = FILES[record["kind"]].format(shape=record["shape"])
+            by_file.setdefault(f"{record['dataset']}-{name}.json", []).append(record)
     told = []
     for name, new in sorted(by_file.items()):
         old = read(results / name) if (results / name).exists() else []

@@ -6,7 +6,7 @@ A density that no longer changes is asked once: of every training image it sees 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -48,6 +48,11 @@ class Augmented:
         self.hide, self.shift, self.flip, self.cached, self.form = hide, shift, flip, cached, form
         self.virtual = rows.clone()  # the version of each image in this epoch
         self.moves = torch.zeros(3, len(rows), dtype=torch.int64, device=rows.device)  # down, right, flipped
+        self.sources = _Sources(shift, flip, versions.data.images.shape[2:], rows.device) if shift or flip else None
+        if self.sources is not None:
+            self.chosen = self.sources.number(*self.moves)  # the number of each move
+            if cached:
+                self.usual = self.sources.of_places(versions.usual)
 
     def begin(self, epoch: int) -> None:
         """Draw for one epoch, into the memory that a captured step reads."""
@@ -62,6 +67,8 @@ class Augmented:
             self.moves[:2].random_(-self.shift, self.shift + 1, generator=generator)
         if self.flip:
             self.moves[2].random_(0, 2, generator=generator)
+        if self.sources is not None:
+            self.chosen.copy_(self.sources.number(*self.moves))
 
     def __call__(self, indices: Tensor) -> Any:
         """MFAs, or images and what is observed of them."""
@@ -75,9 +82,9 @@ class Augmented:
         if self.cached:
             return self.form(self._moved(self.versions.cached(virtual), indices))
         x, observed = self._images(virtual, indices)
-        if not self.shift and not self.flip:
+        if self.sources is None:
             return x, observed
-        source, inside = self._source(indices, *x.shape[-2:])
+        source, inside = self.sources.at(self.chosen[indices])
         return _gathered(x, source), _gathered(observed, source) & inside
 
     def _images(self, virtual: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,13 +93,12 @@ class Augmented:
 
     def _moved(self, p: MFA, indices: Tensor) -> MFA:
         """Shifted and flipped; of what comes in from beyond the border the usual mean and variance are known."""
-        if not self.shift and not self.flip:
+        if self.sources is None:
             return p
         assert p.observed is not None
-        source, inside = self._source(indices, *p.shape[-2:])
-        # Places beyond the border point to the pixel at the border that is nearest.
-        shape = (len(indices), 1, *p.means.shape[2:])
-        mean, variance = (usual[:, source].movedim(1, 0).reshape(shape) for usual in self.versions.usual)
+        chosen = self.chosen[indices]
+        source, inside = self.sources.at(chosen)
+        mean, variance = (usual[chosen] for usual in self.usual)
         outside = ~inside.unsqueeze(1)  # (B, 1, 1, H, W)
         return MFA(
             p.logits,
@@ -103,15 +109,39 @@ class Augmented:
             check=False,
         )
 
-    def _source(self, indices: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
-        """Where each pixel comes from, (B, H·W), and whether that is inside, (B, 1, H, W)."""
-        down, right, flipped = self.moves[:, indices].unsqueeze(-1)  # (B, 1) each
-        rows = torch.arange(height, device=down.device) + down  # (B, H)
-        columns = torch.arange(width, device=down.device)
-        columns = torch.where(flipped > 0, width - 1 - columns, columns) + right  # (B, W)
+
+class _Sources:
+    """Where the pixels of a moved image come from, for every move that there is: a step only looks it up.
+
+    Args:
+        shift, flip: of `Augmented`. size: of the images.
+    """
+
+    def __init__(self, shift: int, flip: bool, size: torch.Size, device: torch.device) -> None:
+        self.shift, (height, width) = shift, size
+        steps = torch.arange(-shift, shift + 1, device=device)
+        moves = torch.cartesian_prod(steps, steps, torch.arange(2 if flip else 1, device=device))
+        down, right, flipped = moves.T.unsqueeze(-1)  # (M, 1) each
+        rows = torch.arange(height, device=device) + down  # (M, H)
+        columns = torch.arange(width, device=device)
+        columns = torch.where(flipped > 0, width - 1 - columns, columns) + right  # (M, W)
         inside = ((rows >= 0) & (rows < height)).unsqueeze(2) & ((columns >= 0) & (columns < width)).unsqueeze(1)
         source = rows.clamp(0, height - 1).unsqueeze(2) * width + columns.clamp(0, width - 1).unsqueeze(1)
-        return source.flatten(1), inside.unsqueeze(1)
+        self.source, self.inside = source.flatten(1), inside.unsqueeze(1)
+        self.flips = 2 if flip else 1
+
+    def number(self, down: Tensor, right: Tensor, flipped: Tensor) -> Tensor:
+        """Which of all moves these are."""
+        return ((down + self.shift) * (2 * self.shift + 1) + right + self.shift) * self.flips + flipped
+
+    def of_places(self, values: Iterable[Tensor]) -> list[Tensor]:
+        """Numbers (C, H·W) of every place, moved, (M, 1, C, H, W) each; those beyond the border are of the nearest."""
+        shape = len(self.source), 1, -1, *self.inside.shape[2:]
+        return [each[:, self.source].movedim(1, 0).reshape(shape) for each in values]
+
+    def at(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Where each pixel comes from, (B, H·W), and whether that is inside, (B, 1, H, W)."""
+        return self.source[numbers], self.inside[numbers]
 
 
 class FreshlyHidden(Augmented):

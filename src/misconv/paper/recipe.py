@@ -265,7 +265,8 @@ class Runs:
         experiment, works = self.experiment, [self._work(*each) for each in units]
         titles = ", ".join(dict.fromkeys(work.row.title for work in works))
         experiment.say(f"{experiment.data.title}, {experiment.shape}: training {titles}; {len(works)} side by side")
-        checkpoints = [self._stage(works, self.recipe.epochs)]
+        fresh = [work for work in works if not self._begin_trained(work)]
+        checkpoints = [self._stage(fresh, self.recipe.epochs)] if fresh else []
         tuned = [work for work in works if self._is_tuned(work.row)]
         if tuned:
             checkpoints.append(self._tune(tuned))
@@ -279,6 +280,26 @@ class Runs:
             store.save(work.network, experiment.cache.network(work.settings))
             tested.append((work.settings, record))
         experiment.keep(tested, checkpoints)
+
+    def _begin_trained(self, work: Work) -> bool:
+        """Take what fine-tuning begins with from the same row without it, if that is there: it is trained alike."""
+        if not self._is_tuned(work.row):
+            return False
+        cache, plain = self.experiment.cache, Runs(self.experiment, replace(self.recipe, tuned=0))
+        unit = plain.unit(work.row.name, work.seed)
+        record, path = cache.get(unit, "recipe"), cache.network(unit)
+        if record is None or not path.exists():
+            return False
+        store.load(path, into=work.network)
+        work.network.to(self.experiment.device)
+        # Only the best epoch matters later, and how many there were.
+        accuracy, best = record["accuracy_validation"], record["epoch"] - 1
+        work.history = [
+            {"epoch": float(epoch), "validation_accuracy": accuracy if epoch == best else 0.0}
+            for epoch in range(record["epochs"])
+        ]
+        work.seconds = record["seconds"]
+        return True
 
     @torch.no_grad()
     def _rmse(self, source: str, said: CachedMFA) -> float:
