@@ -399,6 +399,19 @@ def test_table_b_says_how_far_misconv_is_ahead_and_what_is_not_measured() -> Non
     assert doubts.endswith("MFA imputation −0.030 (p = 0.035)."), "by the same numbers"
     assert "zero −0.220 (p = 0.010" in doubts
     assert "GT" not in doubts
+    assert not any("added" in note for note in table.notes)
+
+
+def test_table_b_tells_what_added_seeds_say_by_themselves() -> None:
+    figures = {"accuracy_complete": 0.9, "nll": 0.5, "ece": 0.1, "abstention": 0.1}
+    records: list[Record] = []
+    for commit, seeds, apart in (("a" * 40, (0, 1, 2), (0.0, 0.01, -0.01)), ("b" * 40, (3, 4, 5), (0.02, 0.03, 0.04))):
+        for seed, margin in zip(seeds, apart, strict=True):
+            for name, lead in (("misconv", margin), ("mfa", 0.0)):
+                row = {"method": name, "accuracy_incomplete": 0.8 + lead, "commit": commit, **figures}
+                records.append({**recorded("recipe", **row)[0], "seed": seed, "accuracy_incomplete": 0.8 + lead})
+    (note,) = (note for note in evidence.make_letter("B", records).notes if "added" in note)
+    assert note.endswith("SVHN (re-cropped), seeds 3 to 5: MFA imputation +3.00 (p = 0.035).")
 
 
 @pytest.mark.parametrize(("letter", "kind"), [("A", "transfer"), ("B", "recipe"), ("C", "ingredient")])

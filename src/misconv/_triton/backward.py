@@ -14,8 +14,10 @@ from misconv._triton.forward import (
     count_missing,
     mean_of,
     moments_of,
+    packed,
     product,
     read,
+    read_factor,
     read_stack,
     repeat_stack,
     rounded,
@@ -182,8 +184,10 @@ def _spread_factors(total, factors, by_factors, observed, weight, table, by_v, s
     w = weights_of(weight, 0, 0, channels, TAPS, TAPS, OUT, PRECISION, BLOCK_O, BLOCK_T)
     places = windows_of(missing, starts, table, 0, PRECISION, BLOCK_T)
     written = (places >= 0) & (tl.arange(0, BLOCK_T) < TAPS)[None, :]
+    values = read_factor(factors, 0, missing, size, L)
     for number in range(L):
-        box = read(factors + number * size, missing, PRECISION)
+        box = packed(rounded(values, PRECISION), PRECISION)
+        values = read_factor(factors, number + 1, missing, size, L)
         windows = windows_of(box, starts, table, 0, PRECISION, BLOCK_T)
         g = rounded(2.0 * product(windows, w, None, PRECISION) * by_v, PRECISION)
         if BY_WEIGHT:

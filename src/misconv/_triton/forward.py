@@ -32,6 +32,7 @@ __all__ = [
     "packed",
     "product",
     "read",
+    "read_factor",
     "read_stack",
     "repeat_stack",
     "rounded",
@@ -205,6 +206,15 @@ def _stack_offsets(number, missing, size, L: tl.constexpr, STACK: tl.constexpr, 
 
 
 @triton.jit
+def read_factor(factors, number, missing, size, L: tl.constexpr):
+    """One factor at missing pixels, in float32; zeros behind the last one.
+
+    Who reads the next one before it works on this does not wait for memory.
+    """
+    return tl.load(factors + number * size + missing, mask=(missing >= 0) & (number < L), other=0.0).to(tl.float32)
+
+
+@triton.jit
 def windows_of(box, starts, table, block, PRECISION: tl.constexpr, BLOCK_T: tl.constexpr):
     """A block of taps of the windows that begin at `starts` in a box, (windows, taps)."""
     PAIRED: tl.constexpr = PRECISION == "bf16x2" or PRECISION == "f16x2"
@@ -302,6 +312,24 @@ def stack_of(factors, number, observed, weight, table, starts, channels, top, le
 
 
 @triton.jit
+def _add_factors(v, factors, observed, weight, table, starts, channels, top, left, height, width, size,
+                 L: tl.constexpr, CHANNELS: tl.constexpr, OUT: tl.constexpr, WINDOW: tl.constexpr, BOX_Y: tl.constexpr,
+                 BOX_X: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
+                 BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr):  # fmt: skip
+    """A variance with the squared responses to all factors but the first, where one block holds all taps."""
+    _, missing = box_of(observed, 0, top, left, height, width, CHANNELS, CHANNELS, BOX_Y, BOX_X, BLOCK_Q, HAS_OBSERVED,
+                        PER_CHANNEL)  # fmt: skip
+    w = weights_of(weight, 0, 0, channels, CHANNELS * WINDOW, CHANNELS * WINDOW, OUT, PRECISION, BLOCK_O, BLOCK_T)
+    values = read_factor(factors, 1, missing, size, L)
+    for number in range(1, L):
+        box = packed(rounded(values, PRECISION), PRECISION)
+        values = read_factor(factors, number + 1, missing, size, L)
+        r = product(windows_of(box, starts, table, 0, PRECISION, BLOCK_T), w, None, PRECISION)
+        v += r * r
+    return v
+
+
+@triton.jit
 def moments_of(means, factors, noise, observed, weight, table, starts, channels, top, left, height, width, size,
                L: tl.constexpr, CHANNELS: tl.constexpr, OUT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
                BOX_Y: tl.constexpr, BOX_X: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr,
@@ -333,11 +361,16 @@ def moments_of(means, factors, noise, observed, weight, table, starts, channels,
                 r = product(windows_of(of_factors, below, table, block, PRECISION, BLOCK_T), w, r, PRECISION)
     m, r = m * unit_m, r * unit_r
     v = v * unit_v + _sum_stack(r * r, STACK, BLOCK_P, BLOCK_O)
-    for number in range(1, (L + STACK - 1) // STACK):
-        r2 = stack_of(factors, number, observed, weight, table, starts, channels, top, left, height, width, size, L,
-                      CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, STACK, BLOCK_P,
-                      BLOCK_O, BLOCK_T, BLOCK_Q)  # fmt: skip
-        v += _sum_stack(r2 * r2, STACK, BLOCK_P, BLOCK_O)
+    if CHANNELS == CHUNK and CHANNELS * WINDOW <= BLOCK_T and STACK == 1 and PRECISION != "f16x2":
+        v = _add_factors(v, factors, observed, weight, table, starts, channels, top, left, height, width, size, L,
+                         CHANNELS, OUT, WINDOW, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, BLOCK_O, BLOCK_T,
+                         BLOCK_Q)  # fmt: skip
+    else:
+        for number in range(1, (L + STACK - 1) // STACK):
+            r2 = stack_of(factors, number, observed, weight, table, starts, channels, top, left, height, width, size,
+                          L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, STACK,
+                          BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q)  # fmt: skip
+            v += _sum_stack(r2 * r2, STACK, BLOCK_P, BLOCK_O)
     return m, v, r
 
 
