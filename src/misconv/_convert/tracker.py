@@ -125,8 +125,9 @@ class Tracker:
         """The stand-in for the image: its mean."""
         means = self.p.means
         if self._may_borrow(means):
-            # Detached, so that what is computed in place can never become a part of the graph of the MFA.
-            return self.track(means.detach().select(1, 0), _image.source_image(means.shape[2], borrowed=True))
+            # No view of the MFA, so that what is computed in place can never become a part of its graph, nor count as a
+            # change of it: `detach` would share its version, by which gradients see that a tensor has changed.
+            return self.track(means.data.select(1, 0), _image.source_image(means.shape[2], borrowed=True))
         mean = self.p.mean
         if self.detaches and mean.requires_grad:
             # The stem takes its gradients from the MFA; what else reads the image is connected when it does. An
