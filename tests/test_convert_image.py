@@ -427,6 +427,16 @@ def test_a_learned_change_in_place_stays_out_of_the_graph_of_the_mfa() -> None:
     assert torch.equal(p.means, means)
 
 
+def test_a_change_in_place_is_no_change_of_the_mfa() -> None:
+    """Gradients of another call that read the same MFA would be refused."""
+    other, net = convert(Preprocessed(lambda m, x: x)), convert(Preprocessed(lambda m, x: x.sub_(0.5)))
+    p = random_mfa(2, 1, 2, (3, 8, 8))
+    first = other(p).sum()
+    net(p).sum().backward()
+    first.backward()
+    assert other.network.conv.weight.grad is not None
+
+
 @pytest.mark.parametrize(
     "text",
     [

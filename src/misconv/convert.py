@@ -161,8 +161,11 @@ class Converted(nn.Module):
         return self._run(Tracker(answer, self.to_mfa(x, observed), self._stem_now(), self._activation()), kwargs)
 
     def _run(self, tracker: Tracker, kwargs: dict[str, Any]) -> Any:
-        with tracker.following():
-            result = self.network(tracker.start(), **kwargs)
+        if tracker.table is None:
+            result = self._modules["network"](tracker.start(), **kwargs)  # type: ignore[misc]  # never None
+        else:
+            with tracker.following():
+                result = self.network(tracker.start(), **kwargs)
         if not tracker.finished:
             raise RuntimeError(
                 f"the network did not run its stem {self.stem} as it did when it was converted; convert it again in "
@@ -187,7 +190,8 @@ class Converted(nn.Module):
         """The stem, with what has been done to its modules since the conversion."""
         if torch.compiler.is_compiling():
             return self.stem
-        stem, network = self.stem, self.network
+        stem, network = self.stem, self._modules["network"]
+        assert network is not None
         norm = None if stem.norm is None else _submodule(network, stem.norm)
         if type(norm) is nn.SyncBatchNorm:
             norm.__class__ = SyncBatchNorm  # ours can be followed
@@ -255,7 +259,7 @@ class Converted(nn.Module):
         if self.stem.named:
             assert self.stem.activation is not None
             return self.network.get_submodule(self.stem.activation)
-        return self.activation
+        return self._modules.get("activation")  # sooner found than by asking the module
 
     def extra_repr(self) -> str:
         """The stem."""

@@ -5,6 +5,7 @@ The image is answered for in `_follow_image`; here are its convolution, and what
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -40,7 +41,7 @@ from misconv._convert.tracker import Done, Tracker, among, has_tensor, substitut
 from misconv._math import ACTIVATIONS, Activation
 from misconv._torch import first_of
 
-__all__ = ["SyncBatchNorm", "answer", "mark"]
+__all__ = ["SyncBatchNorm", "answer", "end", "mark", "recorded", "stand_in"]
 
 
 def answer(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -147,7 +148,7 @@ def _answer_response(
 ) -> Any:
     name = plain_name(func)
     first = args[0] if args else kwargs.get("input", kwargs.get("self"))
-    response = _recorded(tracker, tensor, response)
+    response = recorded(tracker, tensor, response)
     if first is tensor:
         if name in POINTWISE and _is_activation(tracker, name):
             return _activate(tracker, tensor, response, func, args, kwargs)
@@ -163,11 +164,11 @@ def _answer_response(
         in_place = tensor if works_in_place(func, args, kwargs) else None
         return _proceed(tracker, in_place, scaled, lambda: tracker.call(func, args, kwargs))
     if _is_named_end(tracker, tensor, func, args):
-        return (_end(tracker, response, tracker.activation),)
+        return (end(tracker, response, tracker.activation),)
     return _read(tracker, tensor, response, func, args, kwargs)
 
 
-def _recorded(tracker: Tracker, tensor: Tensor, response: Response) -> Response:
+def recorded(tracker: Tracker, tensor: Tensor, response: Response) -> Response:
     """A response as its convolution was computed: with or without gradients."""
     convolution = response.convolution
     if convolution.with_gradients or not torch.is_grad_enabled():
@@ -249,37 +250,35 @@ def _proceed(tracker: Tracker, in_place: Tensor | None, response: Response, nati
     if stem is None:
         return tracker.track_response(native(), response)
     if stem.activation is None and response.steps == stem.steps:
-        result = _end(tracker, response, None)
+        result = end(tracker, response, None)
         if in_place is not None:
             tracker.track(in_place, Done(result))
         return result
     if in_place is not None and not stem.kept:
         return tracker.track(in_place, response)
-    value = response.expect("identity") if stem.kept else _stand_in(tracker, response)
+    value = response.expect("identity") if stem.kept else stand_in(tracker, response)
     if in_place is not None:
         tracker.call(Tensor.copy_, (in_place, value), {})
         return tracker.track(in_place, response)
     return tracker.track_response(value, response)
 
 
-def _stand_in(tracker: Tracker, response: Response) -> Tensor:
+def stand_in(tracker: Tracker, response: Response) -> Tensor:
     """A tensor of the right shape and type, which nobody should read.
 
     Only an activation that the user has named does compute something with it, perhaps in place.
     """
     convolution, named = response.convolution, tracker.stem is not None and tracker.stem.named
     weight = convolution.conv.weight
-    kind = weight.device.type
+    number, device = 0.0 if named else math.nan, weight.device
+    kind = device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    eager = tracker.table is None
-    number, device = 0.0 if named else torch.nan, weight.device
-    if eager:
-        value = _repeated(convolution.size, number, dtype, device, torch.is_inference_mode_enabled())
-    else:
+    if tracker.table is not None:
         value = torch.full((), number, dtype=dtype, device=device).expand(convolution.size)
-    parts = (weight, convolution.conv.bias, convolution.p.means)
-    if eager and torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts):
-        value = value.detach().requires_grad_()  # as the response would, which matters to activation checkpoints
+    else:
+        value = _repeated(convolution.size, number, dtype, device, torch.is_inference_mode_enabled())
+        if torch.is_grad_enabled() and convolution.requires_grad:
+            value = value.detach().requires_grad_()  # as the response would, which matters to activation checkpoints
     return value.clone() if named else value
 
 
@@ -316,7 +315,7 @@ def _activate(tracker: Tracker, tensor: Tensor, response: Response, func: Any, a
         if works_in_place(func, args, kwargs):
             tracker.track(tensor, Done(values))
         return values
-    result = _end(tracker, response, _called_activation(tracker, name, args, kwargs))
+    result = end(tracker, response, _called_activation(tracker, name, args, kwargs))
     if works_in_place(func, args, kwargs):
         tracker.track(tensor, Done(result))
     return result
@@ -337,7 +336,8 @@ def _called_activation(tracker: Tracker, name: str, args: Any, kwargs: dict[str,
     return called
 
 
-def _end(tracker: Tracker, response: Response, activation: Activation | None) -> Tensor:
+def end(tracker: Tracker, response: Response, activation: Activation | None) -> Tensor:
+    """What the stem returns."""
     result = response.expect("identity" if activation is None else activation)
     tracker.finished += 1
     if tracker.outputs is not None:

@@ -68,6 +68,7 @@ class Image:
     dropped: bool = False
     detached: bool = False  # without gradients
     recomputed: bool = False  # by a reentrant checkpoint, whose backward pass is one inside another
+    fresh: bool = False  # as it entered the network, where nothing but a convolution has read it
     borrowed: bool = False  # whether the tensor lies in the memory of the MFA, where nobody may write
 
     @property
@@ -93,7 +94,7 @@ class Image:
 def source_image(channels: int, *, borrowed: bool = False) -> Image:
     """The image as it enters the network."""
     index = list(range(channels))
-    return Image(Pixels(index.copy(), [1.0] * channels), index, borrowed=borrowed)
+    return Image(Pixels(index.copy(), [1.0] * channels), index, fresh=True, borrowed=borrowed)
 
 
 # Arithmetic ----------------------------------------------------------------------------------------------------------

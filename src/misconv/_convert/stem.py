@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -42,11 +43,13 @@ __all__ = [
     "ALIASES",
     "POINTWISE",
     "WITHOUT_NUMBERS",
+    "ConvolvedImage",
     "Response",
     "Stem",
     "batch_norm",
     "build_activation",
     "convolve",
+    "is_channels_last",
     "operate",
 ]
 
@@ -80,6 +83,11 @@ class Stem:
     kept: bool = False
     selections: tuple[tuple[Selection | None, ...], ...] = ()
 
+    @cached_property
+    def is_usual(self) -> bool:
+        """Whether it is one convolution and an activation of torch, and nobody keeps what lies between them."""
+        return self.calls == 1 and self.function is not None and not self.named and not self.kept
+
     def __str__(self) -> str:
         parts = (self.convolution, self.norm, self.activation)
         return " → ".join(part for part in parts if part is not None)
@@ -103,6 +111,12 @@ class ConvolvedImage:
     distinct: tuple[MFA, Convolution] | None = None
     channels_last: bool = False  # the layout in which the network would have its response
     with_gradients: bool = True  # whether it was computed where gradients are recorded
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a response of the network itself would require gradients, where they are recorded."""
+        bias = self.conv.bias
+        return self.conv.weight.requires_grad or self.p.means.requires_grad or (bias is not None and bias.requires_grad)
 
     def detached(self) -> ConvolvedImage:
         """The same without gradients."""
@@ -151,16 +165,16 @@ def convolve(
             around = p if mode != "zeros" or not any(margins) else pad_images(p, margins)
             summed = _summed_weights(image, weight, groups, p.shape[1]).to(around.dtype)
             distinct = around, Convolution(summed, None, stride, padding, dilation, 1, mode)
-    last = _is_channels_last(values) or _is_channels_last(weight)
+    last = is_channels_last(values.shape, values.stride()) or is_channels_last(weight.shape, weight.stride())
     conv = Convolution(weight, bias, stride, padding, dilation, groups, mode)
     batch, *_, height, width = made.means.shape
     size = (batch, weight.shape[0], *conv.size((height, width)))
     return ConvolvedImage(made, conv, size, distinct, last, torch.is_grad_enabled())
 
 
-def _is_channels_last(tensor: Tensor) -> bool:
+def is_channels_last(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether torch takes the strides of (N, C, H, W) for channels_last, as it does also where C, H or W is 1."""
-    least, strides, shape = 0, tensor.stride(), tensor.shape
+    least = 0
     for axis in (1, 3, 2, 0):
         stride, size = strides[axis], shape[axis]
         if size == 0 or stride == 0 or stride < least or (axis == 0 and least == strides[1]):

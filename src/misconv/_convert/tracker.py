@@ -25,7 +25,7 @@ from misconv._convert.stem import Response, Stem
 from misconv._torch import DisableTorchFunctionSubclass, first_of, pytree
 from misconv.mfa import MFA
 
-__all__ = ["Done", "Read", "Record", "Tracked", "Tracker", "among", "has_tensor", "substituted"]
+__all__ = ["FLAT", "Done", "Read", "Record", "Tracked", "Tracker", "among", "has_tensor", "substituted"]
 
 
 @dataclass(eq=False)
@@ -125,8 +125,9 @@ class Tracker:
         """The stand-in for the image: its mean."""
         means = self.p.means
         if self._may_borrow(means):
-            # Detached, so that what is computed in place can never become a part of the graph of the MFA.
-            return self.track(means.detach().select(1, 0), _image.source_image(means.shape[2], borrowed=True))
+            # No view of the MFA, so that what is computed in place can never become a part of its graph, nor count as a
+            # change of it: `detach` would share its version, by which gradients see that a tensor has changed.
+            return self.track(means.data.select(1, 0), _image.source_image(means.shape[2], borrowed=True))
         mean = self.p.mean
         if self.detaches and mean.requires_grad:
             # The stem takes its gradients from the MFA; what else reads the image is connected when it does. An
@@ -168,8 +169,11 @@ class Tracker:
 
     def keeps_response(self) -> bool:
         """Whether somebody still holds a stand-in for a response."""
-        held = (reference() for reference in self.stand_ins)
-        return any(isinstance(self.record(tensor), Response) for tensor in held if tensor is not None)
+        for reference in self.stand_ins:
+            tensor = reference()
+            if tensor is not None and isinstance(self.record(tensor), Response):
+                return True
+        return False
 
     # Tensors and records ---------------------------------------------------------------------------------------------
 
@@ -185,10 +189,12 @@ class Tracker:
 
     def track_response(self, tensor: Tensor, response: Response) -> Tensor:
         """Give a tensor the record of a response, and see later whether somebody has kept it."""
-        tensor = self.track(tensor, response)
-        if self.table is None:
-            self.stand_ins.append(weakref.ref(tensor))
-        return tensor
+        if self.table is not None:
+            return self.track(tensor, response)
+        tracked = tensor if type(tensor) is Tracked else tensor.as_subclass(Tracked)
+        tracked.tracker, tracked.record = self, response
+        self.stand_ins.append(weakref.ref(tracked))
+        return tracked
 
     def record(self, tensor: object) -> Record | None:
         """What a tensor stands for; None where it stands for itself."""
@@ -218,6 +224,7 @@ class Tracker:
 
     def own(self, tensor: Tensor, image: Image) -> None:
         """Give an image memory of its own, before somebody writes there or makes a view of it."""
+        image.fresh = False
         if image.borrowed:
             image.borrowed = False
             with DisableTorchFunctionSubclass(), torch.inference_mode(tensor.is_inference()):
@@ -274,7 +281,7 @@ def among(pairs: Sequence[tuple[Tensor, Any]], tensor: object) -> Any:
 # Nested arguments ----------------------------------------------------------------------------------------------------
 
 _NESTED = (tuple, list, dict)
-_FLAT = {int, float, bool, type(None), Tensor, nn.Parameter}  # most arguments, which hold no others
+FLAT = {int, float, bool, type(None), Tensor, nn.Parameter}  # most arguments, which hold no others
 
 
 def _tracked_in(args: Iterable[Any], kwargs: dict[Any, Any]) -> list[Tracked]:
@@ -282,10 +289,12 @@ def _tracked_in(args: Iterable[Any], kwargs: dict[Any, Any]) -> list[Tracked]:
     found: list[Tracked] = []
     for item in (*args, *kwargs.values()) if kwargs else args:
         kind = type(item)
+        if kind in FLAT or (kind is tuple and FLAT.issuperset(map(type, item))):  # a number, a parameter, a stride …
+            continue
         if kind is Tracked:
             if item.record is not None:
                 found.append(item)
-        elif kind not in _FLAT and isinstance(item, _NESTED):
+        elif isinstance(item, _NESTED):
             found += _tracked_in((), item) if isinstance(item, dict) else _tracked_in(item, {})
     return found
 
