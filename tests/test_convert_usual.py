@@ -87,7 +87,7 @@ MODES: dict[str, Callable[[], Any]] = {
     "gradients": nullcontext,
     "no gradients": torch.no_grad,
     "inference": torch.inference_mode,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast": lambda: torch.autocast(torch.get_default_device().type, torch.bfloat16),
 }
 
 

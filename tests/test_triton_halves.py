@@ -131,10 +131,11 @@ def test_a_normalization_is_folded_into_such_filters(training: bool) -> None:
 
 
 def test_filters_are_written_in_units_of_their_own() -> None:
-    weight = torch.randn(3, 2, 3, 5, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
+    weight = torch.randn(3, 2, 3, 5, generator=generator, dtype=torch.float32)
     weight[1] *= 1e-20
     weight[2] = 0
-    filters, units = torch.empty(3, 2, 3, 6, dtype=torch.float16), torch.empty(3)
+    filters, units = torch.empty(3, 2, 3, 6, dtype=torch.float16), torch.empty(3, dtype=torch.float32)
     halve_filters_kernel[(3,)](weight, filters, units, 30, 5, 6, 64)
     assert bool((filters[..., 5] == 0).all())
     restored = filters[..., :5].double() * units.double()[:, None, None, None]
