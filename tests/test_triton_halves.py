@@ -17,7 +17,7 @@ from misconv import _triton
 from misconv._triton import operator as _operator
 from misconv._triton import plan as _plan
 from misconv._triton.halves import halve_filters_kernel
-from tests.test_triton import error, layer, respond, small_work  # noqa: F401  # one is a fixture
+from tests.test_triton import error, layer, respond, small_work, upstream  # noqa: F401  # one is a fixture
 from tests.test_triton_normalized import Problem
 
 STRIDED = {"stride": 2, "padding": 3}
@@ -100,6 +100,27 @@ def test_filters_of_different_size_keep_their_digits() -> None:
     found, wanted = (forward(start, observed, halved, **STRIDED) for halved in (True, False))
     for o in range(4):
         assert error(found[:, o], wanted[:, o].double()) < SAME
+
+
+def test_images_and_filters_may_be_float16_themselves() -> None:
+    """Then rounding the result is the larger error; in the forward pass and in gradients."""
+    start, observed = layer(kernel=7, image=(17, 26))
+    results = []
+    for halved in (True, False):
+        clear()
+        logits, means, factors, noise, x, weight, bias = (None if t is None else t.half() for t in start)
+        p = MFA(logits, means, factors, noise, check=False).fix(x, observed)  # type: ignore[arg-type]
+        parameters = [t.requires_grad_() for t in (weight, bias) if t is not None]
+        with pytest.MonkeyPatch.context() as patch:
+            if not halved:
+                patch.setattr(_plan.Plan, "_halves_pay", lambda _: False)
+                patch.setattr(_plan.Plan, "_complete", lambda *_: None)
+            y = respond(p, *parameters, 2, 3, 1, 1)
+            assert y is not None
+            results.append([y.detach(), *torch.autograd.grad(y, parameters, upstream(y).half())])
+    for one, other in zip(*results, strict=True):
+        assert one.dtype == torch.float16
+        assert error(one, other.double()) < torch.finfo(torch.float16).eps
 
 
 @pytest.mark.parametrize("training", [False, True])
