@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from misconv import _triton
 from misconv._triton import operator as _operator
 from misconv._triton import plan as _plan
-from misconv._triton.halves import halve_filters_kernel
+from misconv._triton.halves import balance_kernel, halve_filters_kernel
 from tests.test_triton import error, layer, respond, small_work, upstream  # noqa: F401  # one is a fixture
 from tests.test_triton_normalized import Problem
 
@@ -92,6 +92,22 @@ def test_units_of_images_do_not_matter(unit: float) -> None:
         assert float(other.norm()) > 0
 
 
+@pytest.mark.parametrize("ratio", [1e-9, 1e5])
+def test_channels_in_different_units_that_weights_make_up_for(ratio: float) -> None:
+    """As of a network that has learned from them: what they give to mean and variance is of one size."""
+    start, observed = layer(kernel=7, image=(11, 16))
+    for place, power in ((1, 1), (2, 1), (3, 2), (4, 1), (5, -1)):  # means, factors, noise, pixels and filters
+        values = start[place]
+        assert values is not None
+        moved = values.movedim(1 if place in (4, 5) else -3, 0).clone()
+        moved[1] *= ratio**power
+        start[place] = moved.movedim(0, 1 if place in (4, 5) else -3)
+    assert_equal_up_to_order(start, observed, **STRIDED)
+    exact = forward([None if t is None else t for t in start], observed, True, **STRIDED)
+    unmoved, _ = layer(kernel=7, image=(11, 16))
+    assert error(exact, forward(unmoved, observed, True, **STRIDED).double()) < 1e-3
+
+
 def test_filters_of_different_size_keep_their_digits() -> None:
     start, observed = layer(kernel=7, out=4, image=(11, 16))
     sizes = torch.tensor([1e-18, 1e-6, 1.0, 1e9], dtype=torch.float64)
@@ -156,10 +172,15 @@ def test_filters_are_written_in_units_of_their_own() -> None:
     weight = torch.randn(3, 2, 3, 5, generator=generator, dtype=torch.float32)
     weight[1] *= 1e-20
     weight[2] = 0
+    weight[:, 1] *= 1e6
     filters, units = torch.empty(3, 2, 3, 6, dtype=torch.float16), torch.empty(3, dtype=torch.float32)
-    halve_filters_kernel[(3,)](weight, filters, units, 30, 5, 6, 64)
+    balances = torch.empty(2, dtype=torch.float32)
+    balance_kernel[(2,)](weight, balances, 3, 30, 15, 2, 16)
+    powers = weight.abs().amax((0, 2, 3)).log2().floor()
+    assert torch.equal(balances.log2(), powers)
+    halve_filters_kernel[(3,)](weight, balances, filters, units, 30, 3, 5, 6, 64)
     assert bool((filters[..., 5] == 0).all())
-    restored = filters[..., :5].double() * units.double()[:, None, None, None]
+    restored = filters[..., :5].double() * units.double()[:, None, None, None] * balances.double()[:, None, None]
     assert error(restored, weight.double()) < 2**-11
     assert error(restored[1], weight[1].double()) < 2**-11
     assert bool(((filters.abs().amax((1, 2, 3)) >= 64) == torch.tensor([True, True, False])).all())

@@ -215,6 +215,47 @@ def test_gradients_may_be_of_any_size(size: float) -> None:
 
 
 @pytest.mark.usefixtures("tf32")
+def test_a_channel_of_small_gradients_keeps_its_digits() -> None:
+    """An optimizer that divides by their size would see what is lost."""
+    start, observed = layer(kernel=7, image=(17, 26))
+    assert observed is not None
+    generator = torch.Generator(torch.get_default_device()).manual_seed(3)
+    grad = torch.randn(2, 3, 9, 13, generator=generator, dtype=torch.float64)
+    grad[:, 1] *= 1e-10
+    found, wanted = (
+        tf32_gradients(start, observed, grad, is_apart=apart, stride=2, padding=3) for apart in (True, False)
+    )
+    assert error(found[0][1], wanted[0][1].double()) < BOUND
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ({"channels": 3, "kernel": 7, "image": (21, 30)}, {"stride": 2, "padding": 3, "dilation": (2, 1)}),
+        ({"channels": 8, "image": (11, 16)}, {"padding": 2, "dilation": 2}),
+    ],
+)
+def test_dilated_windows(
+    shape: dict[str, Any], options: dict[str, Any], half: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    start, observed = layer(**shape)
+    geometry = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1} | options
+    p, parameters = problem(start, observed, torch.bfloat16 if half else torch.float32)
+    exact, wanted = problem(start, observed, torch.float64)
+    y = respond(p, *parameters, *geometry.values())
+    assert y is not None
+    with misconv.plain():
+        reference = functional.expected_conv2d(exact, *wanted, **options)
+    g = upstream(reference).bfloat16()
+    found, expected = (
+        torch.autograd.grad(*pair) for pair in ((y, parameters, g.to(y.dtype)), (reference, wanted, g.double()))
+    )
+    assert error(found[0], expected[0]) < 1e-2
+
+
+@pytest.mark.usefixtures("tf32")
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # by the interpreter
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_a_gradient_that_is_not_finite_is_not_hidden(value: float) -> None:

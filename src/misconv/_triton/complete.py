@@ -8,8 +8,8 @@ of a program. For bfloat16 that takes a third of the time. Timed on an H200 and 
 for tiles with missing pixels.
 
 Where TF32 is allowed, operands are float16 numbers (see `halves`), since products of TF32 numbers want transposed
-windows. The pixels of an image have one unit, by the largest of them (`largest_kernel`); gradients have one that suits
-the largest so far, with room for one that is 32 times larger.
+windows. The pixels of an image have one unit, by the largest of them (`largest_kernel`); the gradients of a channel
+have one that suits the largest so far, with room for one that is 32 times larger.
 
 `backward` leaves the filters' part of these tiles out; both write rows of the same layout.
 """
@@ -105,7 +105,7 @@ def arrange_kernel(
 
     Where a window is complete all components hold the same pixels. A program has one of the blocks of an image; all are
     counted in one dimension, since batches and images may be larger than a second one of a grid (65,535). If the spots
-    are float16 numbers, `units` receives for each image the value that they are multiples of.
+    are float16 numbers, they are multiples of a 2¹⁴th of a unit, which `units` receives for each image.
     """
     b, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     place, f = block * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_F)
@@ -119,8 +119,8 @@ def arrange_kernel(
     values = tl.load(means + b * (K * CHANNELS * height * width) + places, mask=inside, other=0.0).to(tl.float32)
     if spots.dtype.element_ty == tl.float16:
         peak = tl.max(tl.load(largest + b * PARTS + tl.arange(0, PARTS)), 0)
-        unit = power_below(peak) / 16384
-        values = values / unit
+        unit = power_below(peak)
+        values = values / unit * 16384
         if block == 0:
             tl.store(units + b, unit)
     written = exists[:, None] & (f < SPOT)[None, :]
@@ -149,7 +149,8 @@ def complete_kernel(
     pitch, size = (columns + ACROSS - 1) * SPOT, (rows + DOWN - 1) * (columns + ACROSS - 1)
     total, total_bias = tl.zeros((TAPS, BLOCK_O), tl.float32), tl.zeros((BLOCK_O,), tl.float32)
     number = batch * tiles
-    scale, limit = 1.0, 0.0  # of gradients; the limit comes with the first of them
+    # Of the gradients of each channel; a limit comes with the first that is not 0.
+    scale, limit = tl.full((BLOCK_O,), 1.0, tl.float32), tl.zeros((BLOCK_O,), tl.float32)
     first = tl.load(order + number) + tl.program_id(0)
     for place in tl.range(first, number, tl.num_programs(0), num_stages=1):
         index = tl.load(order + place)
@@ -169,14 +170,17 @@ def complete_kernel(
         total_bias += tl.sum(g, 0)
         if HALF:
             g = g * tl.load(units + b)
-            largest = tl.max(finite_size(g))
-            if largest > limit:
+            largest = tl.max(finite_size(g), 0)
+            if tl.max((largest > limit).to(tl.int32), 0) > 0:
                 base = power_below(largest)
-                total *= 1024.0 / base / scale
-                scale, limit = 1024.0 / base, 32.0 * base
-            g = g * scale
+                wanted = tl.where(largest > limit, 1024.0 / base, scale)
+                limit = tl.where(largest > limit, 32.0 * base, limit)
+                total *= (wanted / scale)[None, :]
+                scale = wanted
+            g = g * scale[None, :]
         total = product(windows, g.to(spots.dtype.element_ty), total, "tf32")
-    total = total / scale
+    if HALF:
+        total = total / scale[None, :] / 16384
     own = rows_of + tl.program_id(0).to(tl.int64) * (OUT * (CHUNKS * PLACES + 1))
     f = t % LINE % SPOT
     channel, y, x = f // (SY * SX), t // LINE * SY + f // SX % SY, t % LINE // SPOT * SX + f % SX

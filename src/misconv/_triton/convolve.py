@@ -40,14 +40,12 @@ def respond(
     """
     launch, table, strides = plan.forward_channels_last if last else plan.forward
     out = torch.empty_strided(plan.shape, strides, dtype=plan.settings.dtype, device=plan.device)
-    filters, offsets, units = *dense(filters, offsets), None
-    if plan.halve is not None:
-        halves = torch.empty(plan.half_filters, dtype=torch.float16, device=plan.device)
-        units = torch.empty(plan.weight[0], dtype=torch.float32, device=plan.device)
-        plan.halve(filters, halves, units)
-        filters = halves
+    filters, offsets = dense(filters, offsets)
+    units, balances = None, None
+    if plan.halves is not None:
+        filters, units, balances = plan.halves.launch(filters)
     seen = density[1] if observed is None else observed
-    launch(*dense(*density, seen), filters, offsets, units, table, out)
+    launch(*dense(*density, seen), filters, offsets, units, balances, table, out)
     return out
 
 

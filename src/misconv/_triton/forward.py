@@ -9,7 +9,8 @@ only, since observed ones count as zero. Mean and variance stay in registers; th
 Products take float32 operands, rounded to TF32 where the user allows it, and bfloat16 ones in a network of that type;
 sums are float32. Spreading is what takes longest, so bfloat16 pixels are spread two at a time where windows begin at
 even columns ("bf16x2"): boxes then hold words of two neighbours. In the place of TF32 numbers stand float16 ones there,
-in units of each box and filter ("f16x2", see `halves`; only in the forward pass, where one chunk holds all channels).
+in units of each box and filter ("f16x2", see `halves`; only in the forward pass, where one chunk holds all channels
+and factors come one at a time).
 Everything here is made of operations that Triton's interpreter knows, so that the kernels are tested without a GPU.
 """
 
@@ -151,11 +152,11 @@ def read(image, offsets, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _read_in_units(image, offsets, PRECISION: tl.constexpr):
-    """The same in units, and the unit; that is 1 but for "f16x2"."""
+def _read_in_units(image, offsets, balance, PRECISION: tl.constexpr):
+    """The same in units, and the unit; for "f16x2", with the balance of each pixel's channel. Else the unit is 1."""
     unit = 1.0
     if PRECISION == "f16x2":
-        values = tl.load(image + offsets, mask=offsets >= 0, other=0.0).to(tl.float32)
+        values = tl.load(image + offsets, mask=offsets >= 0, other=0.0).to(tl.float32) * balance
         unit = unit_of(values, 16384)
         box = packed(rounded(values / unit, PRECISION), PRECISION)
     else:
@@ -275,13 +276,16 @@ def repeat_stack(values, STACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl
 def mean_of(means, observed, weight, table, starts, channels, top, left, height, width, CHANNELS: tl.constexpr,
             OUT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BOX_Y: tl.constexpr, BOX_X: tl.constexpr,
             HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_P: tl.constexpr,
-            BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr):  # fmt: skip
-    """The response (pixels, channels) to the mean of one component. WINDOW is the number of taps in one channel."""
+            BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr, balance=None):  # fmt: skip
+    """The response (pixels, channels) to the mean of one component. WINDOW is the number of taps in one channel.
+
+    `balance` is that of each pixel of a box, for float16 numbers.
+    """
     m, unit = tl.zeros((BLOCK_P, BLOCK_O), tl.float32), 1.0
     for chunk in range((CHANNELS + CHUNK - 1) // CHUNK):
         offsets, _ = box_of(observed, chunk, top, left, height, width, CHANNELS, CHUNK, BOX_Y, BOX_X, BLOCK_Q, False,
                             False)  # fmt: skip
-        box, unit = _read_in_units(means + chunk * CHUNK * height * width, offsets, PRECISION)
+        box, unit = _read_in_units(means + chunk * CHUNK * height * width, offsets, balance, PRECISION)
         for block in tl.range((CHUNK * WINDOW + BLOCK_T - 1) // BLOCK_T, disable_licm=True):
             w = weights_of(weight, chunk, block, channels, CHANNELS * WINDOW, CHUNK * WINDOW, OUT, PRECISION, BLOCK_O,
                            BLOCK_T)  # fmt: skip
@@ -294,7 +298,7 @@ def stack_of(factors, number, observed, weight, table, starts, channels, top, le
              L: tl.constexpr, CHANNELS: tl.constexpr, OUT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
              BOX_Y: tl.constexpr, BOX_X: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr,
              PRECISION: tl.constexpr, STACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr,
-             BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr):  # fmt: skip
+             BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr, balance=None):  # fmt: skip
     """The responses (STACK · pixels, channels) to one stack of the factors of a component."""
     r, unit = tl.zeros((STACK * BLOCK_P, BLOCK_O), tl.float32), 1.0
     below = starts_below(starts, STACK, BLOCK_P, BLOCK_Q, PRECISION)
@@ -303,7 +307,7 @@ def stack_of(factors, number, observed, weight, table, starts, channels, top, le
                             HAS_OBSERVED, PER_CHANNEL)  # fmt: skip
         first = chunk * CHUNK * height * width
         offsets = _stack_offsets(number, missing, size, L, STACK, BLOCK_Q)
-        box, unit = _read_in_units(factors + first, offsets, PRECISION)
+        box, unit = _read_in_units(factors + first, offsets, balance, PRECISION)
         for block in tl.range((CHUNK * WINDOW + BLOCK_T - 1) // BLOCK_T, disable_licm=True):
             w = weights_of(weight, chunk, block, channels, CHANNELS * WINDOW, CHUNK * WINDOW, OUT, PRECISION, BLOCK_O,
                            BLOCK_T)  # fmt: skip
@@ -334,8 +338,11 @@ def moments_of(means, factors, noise, observed, weight, table, starts, channels,
                L: tl.constexpr, CHANNELS: tl.constexpr, OUT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
                BOX_Y: tl.constexpr, BOX_X: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr,
                PRECISION: tl.constexpr, STACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr,
-               BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr):  # fmt: skip
+               BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr, balance=None):  # fmt: skip
     """Mean and variance (pixels, channels) under one component, and the responses to the first stack of factors."""
+    square_of_balance = balance
+    if balance is not None:
+        square_of_balance = balance * balance
     m = tl.zeros((BLOCK_P, BLOCK_O), tl.float32)
     v = tl.zeros((BLOCK_P, BLOCK_O), tl.float32)
     r = tl.zeros((STACK * BLOCK_P, BLOCK_O), tl.float32)
@@ -345,12 +352,12 @@ def moments_of(means, factors, noise, observed, weight, table, starts, channels,
         offsets, missing = box_of(observed, chunk, top, left, height, width, CHANNELS, CHUNK, BOX_Y, BOX_X, BLOCK_Q,
                                   HAS_OBSERVED, PER_CHANNEL)  # fmt: skip
         first = chunk * CHUNK * height * width
-        of_means, unit_m = _read_in_units(means + first, offsets, PRECISION)
-        of_noise, unit_v = _read_in_units(noise + first, missing, PRECISION)
+        of_means, unit_m = _read_in_units(means + first, offsets, balance, PRECISION)
+        of_noise, unit_v = _read_in_units(noise + first, missing, square_of_balance, PRECISION)
         of_factors = of_noise
         if L > 0:
             places = _stack_offsets(0, missing, size, L, STACK, BLOCK_Q)
-            of_factors, unit_r = _read_in_units(factors + first, places, PRECISION)
+            of_factors, unit_r = _read_in_units(factors + first, places, balance, PRECISION)
         for block in tl.range((CHUNK * WINDOW + BLOCK_T - 1) // BLOCK_T, disable_licm=True):
             w = weights_of(weight, chunk, block, channels, CHANNELS * WINDOW, CHUNK * WINDOW, OUT, PRECISION, BLOCK_O,
                            BLOCK_T)  # fmt: skip
@@ -369,7 +376,7 @@ def moments_of(means, factors, noise, observed, weight, table, starts, channels,
         for number in range(1, (L + STACK - 1) // STACK):
             r2 = stack_of(factors, number, observed, weight, table, starts, channels, top, left, height, width, size,
                           L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, STACK,
-                          BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q)  # fmt: skip
+                          BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q, balance)  # fmt: skip
             v += _sum_stack(r2 * r2, STACK, BLOCK_P, BLOCK_O)
     return m, v, r
 
@@ -385,7 +392,7 @@ def share_of(logits, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    logits, means, factors, noise, observed, weight, bias, units, table, out,
+    logits, means, factors, noise, observed, weight, bias, units, balances, table, out,
     height, width, rows, columns, tiles_x, tiles, out_b, out_o, out_y, out_x, low, high,
     K: tl.constexpr, L: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, OUT: tl.constexpr,
     WINDOW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr,
@@ -396,8 +403,8 @@ def forward_kernel(
 ):  # fmt: skip
     """Σ_k π_k E[f(N(m_k, v_k))] for one tile of one image and one block of channels of one group.
 
-    CHANNELS and OUT are those of a group, CHUNK of them are read at a time. `units` are those of float16 filters, or
-    None.
+    CHANNELS and OUT are those of a group, CHUNK of them are read at a time. `units` and `balances` are those of float16
+    filters, or None.
     """
     BLOCK_P: tl.constexpr = TILE_Y * TILE_X
     b, tile, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
@@ -417,9 +424,11 @@ def forward_kernel(
     offset = tl.zeros((BLOCK_O,), tl.float32)
     if HAS_BIAS:
         offset = tl.load(bias + group * OUT + channels, mask=channels < OUT, other=0.0).to(tl.float32)
-    unit = tl.full((BLOCK_O,), 1.0, tl.float32)
+    unit, balance = tl.full((BLOCK_O,), 1.0, tl.float32), None
     if units is not None:
         unit = tl.load(units + group * OUT + channels, mask=channels < OUT, other=0.0)
+        channel = tl.arange(0, BLOCK_Q) // (BOX_Y * BOX_X)
+        balance = tl.load(balances + channel, mask=channel < CHANNELS, other=1.0)
 
     y, x = tile // tiles_x * TILE_Y, tile % tiles_x * TILE_X
     top, left = y * SY - PY, x * SX - PX
@@ -433,15 +442,16 @@ def forward_kernel(
             m, v, _ = moments_of(means + k * size, factors + k * L * size, noise + k * size, observed, weight, table,
                                  starts, channels, top, left, height, width, size, L, CHANNELS, OUT, WINDOW, CHUNK,
                                  BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, STACK, BLOCK_P, BLOCK_O, BLOCK_T,
-                                 BLOCK_Q)  # fmt: skip
-            e = expected(m * unit[None, :] + offset[None, :], v * (unit * unit)[None, :], ACTIVATION, low, high)
+                                 BLOCK_Q, balance)  # fmt: skip
+            v = v * unit[None, :] * unit[None, :]  # one after the other: the square of a unit may be too small
+            e = expected(m * unit[None, :] + offset[None, :], v, ACTIVATION, low, high)
             if K > 1:
                 e = e * share_of(logits + b * K, k, K, BLOCK_K)
             result += e
     else:
         m = mean_of(means, observed, weight, table, starts, channels, top, left, height, width, CHANNELS, OUT, WINDOW,
                     CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, BLOCK_P, BLOCK_O, BLOCK_T,
-                    BLOCK_Q)  # fmt: skip
+                    BLOCK_Q, balance)  # fmt: skip
         result, _ = activation(m * unit[None, :] + offset[None, :], ACTIVATION, low, high)
     y, x = y + pixel // TILE_X, x + pixel % TILE_X
     places = (y * out_y + x * out_x)[:, None] + (group * OUT + channels)[None, :] * out_o

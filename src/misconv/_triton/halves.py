@@ -3,15 +3,41 @@
 They have as many digits, 11 bits, and tensor cores take them twice as fast, in any order, and two in a word. What
 float16 lacks is range. So what is multiplied comes in *units*, powers of two that are found for a few numbers at a time
 (the pixels of a box, the weights of a filter) from the largest of them. Only numbers below about a 10⁸th of that one
-lose digits, and these weigh nothing in a sum with it. Infinite numbers have no part in the choice of a unit.
+lose digits, and these weigh nothing in a sum with it. For that the channels of an image are *balanced* first: where one
+is in larger units than another, its weights are the smaller ones, and a power of two goes from the one to the other.
+Infinite numbers have no part in the choice of a unit.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-__all__ = ["finite_size", "halve_filters_kernel", "power_below", "unit_of"]
+from misconv._triton.launch import Launch
+
+__all__ = ["HalfFilters", "balance_kernel", "finite_size", "halve_filters_kernel", "power_below", "unit_of"]
+
+
+class HalfFilters(NamedTuple):
+    """How filters become float16 numbers."""
+
+    balance: Launch
+    halve: Launch
+    shape: tuple[int, ...]  # of these
+
+    def launch(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The filters, the unit of each, and for each channel the power of two that its pixels are multiplied by."""
+        out, channels = self.shape[:2]
+        filters = torch.empty(self.shape, dtype=torch.float16, device=weight.device)
+        units = torch.empty(out, dtype=torch.float32, device=weight.device)
+        balances = torch.empty(channels, dtype=torch.float32, device=weight.device)
+        self.balance(weight, balances)
+        self.halve(weight, balances, filters, units)
+        return filters, units, balances
 
 
 @triton.jit
@@ -35,9 +61,29 @@ def unit_of(values, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def halve_filters_kernel(
-    weight, filters, units, TAPS: tl.constexpr, KX: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+def balance_kernel(
+    weight, balances, out, TAPS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr
 ):
+    """The power of two below the largest weight of one channel, in all filters (out, TAPS).
+
+    A window has WINDOW taps; BLOCK_O filters are read at a time.
+    """
+    channel, t = tl.program_id(0), tl.arange(0, BLOCK_T)
+    found = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+    for first in range(0, out, BLOCK_O):
+        o = first + tl.arange(0, BLOCK_O)
+        inside = (o < out)[:, None] & (t < WINDOW)[None, :]
+        places = o[:, None] * TAPS + (channel * WINDOW + t)[None, :]
+        values = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32)
+        found = tl.maximum(found, finite_size(values))
+    tl.store(balances + channel, power_below(tl.max(tl.max(found, 1), 0)))
+
+
+@triton.jit
+def halve_filters_kernel(
+    weight, balances, filters, units, TAPS: tl.constexpr, KY: tl.constexpr, KX: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr
+):  # fmt: skip
     """One filter, TAPS numbers in lines of KX, in units of its own; lines of the result have WIDE places, zeros last.
 
     The largest weight becomes 64 to 128, so that its square is a float16 number, too, and that of a weight which is
@@ -46,6 +92,7 @@ def halve_filters_kernel(
     o, t = tl.program_id(0), tl.arange(0, BLOCK)
     inside = (t < TAPS // KX * WIDE) & (t % WIDE < KX)
     values = tl.load(weight + o * TAPS + t // WIDE * KX + t % WIDE, mask=inside, other=0.0).to(tl.float32)
+    values = values / tl.load(balances + t // (KY * WIDE), mask=inside, other=1.0)
     unit = unit_of(values, 64)
     tl.store(units + o, unit)
     tl.store(filters + o * (TAPS // KX * WIDE) + t, (values / unit).to(tl.float16), mask=t < TAPS // KX * WIDE)

@@ -16,7 +16,7 @@ from misconv._triton.backward import backward_kernel
 from misconv._triton.complete import PARTS, CompleteTiles, Spots, arrange_kernel, complete_kernel, largest_kernel
 from misconv._triton.correlations import ROWS, Correlations, cut_jobs
 from misconv._triton.forward import forward_kernel
-from misconv._triton.halves import halve_filters_kernel
+from misconv._triton.halves import HalfFilters, balance_kernel, halve_filters_kernel
 from misconv._triton.launch import Launch, power
 from misconv._triton.order import TileOrder, find_touched_kernel, order_kernel
 from misconv._triton.squares import squares_kernel
@@ -156,19 +156,18 @@ class Plan:
         return s.groups == 1 and self.weight[1] * rows * columns <= LARGEST_BOX and tiles >= _MANY_TILES
 
     @cached_property
-    def halve(self) -> Launch | None:
-        """Writes filters as float16 numbers, and their units; None where the kernel takes them as they are."""
+    def halves(self) -> HalfFilters | None:
+        """How filters become float16 numbers; None where the kernel takes them as they are."""
         if not self.halved:
             return None
         out, channels, rows, columns = self.weight
         taps, wide = channels * rows * columns, self.kernel(True)[1]
-        arguments = (taps, columns, wide, power(channels * rows * wide))
-        return Launch(halve_filters_kernel, self.device, (out, 1, 1), arguments)
-
-    @property
-    def half_filters(self) -> _Shape:
-        """The shape of such filters."""
-        return (*self.weight[:2], *self.kernel(True))
+        block = power(rows * columns)
+        arguments: tuple[int, ...] = (out, taps, rows * columns, max(2048 // block, 1), block)
+        balance = Launch(balance_kernel, self.device, (channels, 1, 1), arguments)
+        arguments = (taps, rows, columns, wide, power(channels * rows * wide))
+        halve = Launch(halve_filters_kernel, self.device, (out, 1, 1), arguments)
+        return HalfFilters(balance, halve, (out, channels, rows, wide))
 
     def _windows(self, paired: bool) -> str:
         """What kind of windows they are, for the choice of a tiling."""
@@ -291,7 +290,10 @@ class Plan:
         """Launches for the parameters' gradients by complete tiles; None where they would not pay."""
         s, (batch, components, channels, *image), (out, _, *kernel) = self.settings, self.means, self.weight
         spots = Spots.of(channels, (kernel[0], kernel[1]), s.stride)
-        if not layout.turned or s.groups > 1 or spots is None or s.precision not in ("tf32", "bf16"):
+        # Spots lie beside each other, which those of a dilated window do not.
+        if not layout.turned or s.groups > 1 or s.dilation != (1, 1) or s.precision not in ("tf32", "bf16"):
+            return None
+        if spots is None:
             return None
         rows, columns = spots.size(s.size)
         if rows * columns * spots.spot >= 2**31:
