@@ -48,6 +48,16 @@ def test_a_new_record_replaces_that_of_its_row(tool: dict[str, Any], tmp_path: P
     assert tool["merge"]([table], results) == ["svhn-recipe.json: 3 records"]  # again, and nothing changes
 
 
+@pytest.mark.parametrize("name", ["mnist-square", "svhn-square"])
+def test_records_of_block_one_replace_only_themselves(tool: dict[str, Any], tmp_path: Path, name: str) -> None:
+    """Trainings of densities, which stand in the same file, among them."""
+    old = tool["read"](RESULTS / f"{name}.json")
+    tool["write"](tmp_path / f"{name}.json", old)
+    tool["write"](tmp_path / "new.json", old[:4])
+    assert tool["merge"]([tmp_path / "new.json"], tmp_path) == [f"{name}.json: {len(old)} records"]
+    assert tool["read"](tmp_path / f"{name}.json") == old
+
+
 def test_records_that_do_not_know_their_commit_are_told(tool: dict[str, Any], tmp_path: Path) -> None:
     known, told = "a" * 40, "b" * 40
     new = [record("mask", 0, commit=known), record("mask", 1, commit=f"{known}+"), record("mask", 2, commit=None)]

@@ -29,6 +29,7 @@ ROOT = Path(__file__).parent.parent
 FILES = {
     "classification": "{shape}",
     "density": "{shape}",
+    "fit": "{shape}",
     "recipe": "recipe",
     "transfer": "transfer",
     "share": "shares",
@@ -70,8 +71,12 @@ def is_known(commit: str | None) -> bool:
 
 
 def row_of(record: Record) -> tuple[Any, ...]:
-    """What a record is about; two of the same do not stand in one table."""
-    return tuple(record.get(part) for part in PARTS)
+    """What a record is about; two of the same do not stand in one table.
+
+    Trainings of densities differ by their settings alone.
+    """
+    settings = json.dumps(record["settings"], sort_keys=True) if record["kind"] == "fit" else None
+    return (*(record.get(part) for part in PARTS), settings)
 
 
 def density_of(record: Record) -> str | None:

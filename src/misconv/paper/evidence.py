@@ -207,24 +207,26 @@ def recipe(records: Sequence[Record], datasets: Sequence[str] | None = None) -> 
 
 
 def _added(records: Sequence[Record], datasets: Sequence[str], apart: Sequence[str]) -> list[str]:
-    """What seeds say by themselves that were trained later than others of MisConv.
+    """What seeds of MisConv say by themselves that are of another run than most.
 
-    They were added after a result was seen, so that all seeds together prove less than their p says.
+    Who adds seeds after a result was seen proves less by all of them together than their p says.
     """
     told = []
     for dataset in datasets:
         mine = of(records, dataset=dataset)
         runs: dict[str, list[int]] = {}
         for record in of(mine, method=OURS):
-            runs.setdefault(record.get("commit", ""), []).append(record["seed"])
-        for seeds in sorted(map(sorted, runs.values()))[1:]:
+            if commit := record.get("commit"):
+                runs.setdefault(commit, []).append(record["seed"])
+        first = max(runs.values(), key=lambda seeds: (len(seeds), -min(seeds)), default=[])
+        for seeds in sorted(sorted(each) for each in runs.values() if each is not first):
             found = {row.name: scores([r for r in mine if r["seed"] in seeds], method=row.name) for row in ROWS}
             ahead = {name: each for name, each in comparisons(found, OURS, apart).items() if each.p is not None}
             each = [f"{BY_ROW[name].title} {one.difference} ({one.chance})" for name, one in ahead.items()]
             if each:
-                told.append(f"{title_of(records, dataset)}, seeds {seeds[0]} to {seeds[-1]}: {', '.join(each)}")
-    words = "Some seeds were added when the others had been seen, with a density trained anew. By themselves"
-    return [f"{words}, points of {BY_ROW[OURS].title} ahead of the row, p as above: {'; '.join(told)}."] if told else []
+                told.append(f"{title_of(records, dataset)}, seeds {', '.join(map(str, seeds))}: {', '.join(each)}")
+    words = f"Some seeds of {BY_ROW[OURS].title} are of another run than the others. By these alone"
+    return [f"{words}, how far it is ahead of the row, in points, p as above: {'; '.join(told)}."] if told else []
 
 
 def _less_doubt(
