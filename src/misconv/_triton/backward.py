@@ -1,6 +1,6 @@
 """The gradients of the fused convolution as one Triton kernel, which computes the moments again.
 
-Tiles, boxes and windows are those of `forward`.
+Boxes and windows are those of `boxes`, moments those of `forward`.
 """
 
 from __future__ import annotations
@@ -8,12 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from misconv._triton.expectations import activation, expected, slopes
-from misconv._triton.forward import (
+from misconv._triton.boxes import (
     box_of,
     count_missing,
-    mean_of,
-    moments_of,
     packed,
     product,
     read,
@@ -21,15 +18,15 @@ from misconv._triton.forward import (
     read_stack,
     repeat_stack,
     rounded,
-    share_of,
     squares_of,
-    stack_of,
     starts_below,
     starts_of,
     turned_windows,
     weights_of,
     windows_of,
 )
+from misconv._triton.expectations import activation, expected, slopes
+from misconv._triton.forward import mean_of, moments_of, share_of, stack_of
 
 __all__ = ["backward_kernel"]
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from misconv._triton.forward import product
+from misconv._triton.boxes import product
 from misconv._triton.halves import finite_size, power_below
 from misconv._triton.launch import Launch
 

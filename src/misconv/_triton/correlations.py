@@ -22,7 +22,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from misconv._triton.forward import product, share_of
+from misconv._triton.boxes import product
+from misconv._triton.forward import share_of
 from misconv._triton.windows import center_of, total_of
 
 __all__ = ["ROWS", "Correlations", "arrange_kernel", "assemble_kernel", "correlation_kernel", "cut_jobs"]

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from misconv._triton.forward import count_missing
+from misconv._triton.boxes import count_missing
 from misconv._triton.launch import Launch
 
 __all__ = ["TileOrder", "find_touched_kernel", "order_kernel"]

@@ -8,7 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from misconv._triton.forward import count_missing, mean_of, moments_of, share_of, starts_of
+from misconv._triton.boxes import count_missing, starts_of
+from misconv._triton.forward import mean_of, moments_of, share_of
 
 __all__ = ["squares_kernel"]
 

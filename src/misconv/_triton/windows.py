@@ -7,7 +7,7 @@ come from `correlations`:
 
 1. `tap_sums_kernel` sums means and noise over all images, and over the places that a tap passes, for a block of pixels;
 2. `window_moments_kernel` sums (x − c)(x − c)ᵀ without the noise, with c near the mean of a channel so that no digits
-   are lost. Tiles, boxes and windows are those of `forward`;
+   are lost. Boxes and windows are those of `boxes`;
 3. `gather_kernel` adds up what the programs of both have found.
 
 There are no atomic operations, so that equal inputs give equal bits.
@@ -18,7 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from misconv._triton.forward import box_of, count_missing, packed, product, rounded, share_of, starts_of, windows_of
+from misconv._triton.boxes import box_of, count_missing, packed, product, rounded, starts_of, windows_of
+from misconv._triton.forward import share_of
 
 __all__ = [
     "BLOCK_T",

@@ -56,6 +56,7 @@ GROWTH: dict[str, list[Setting]] = {
 LARGE = Setting(size=224, filters=64)
 WIDE = replace(LARGE, kernel=7, stride=2, padding=3)
 EAGER = ("conv", "misconv", "plain")
+LONGER = 4  # times the seconds of a layer for whole networks, whose steps are long and vary with the host
 PLAIN_MOST_BYTES = 40e9  # what the plain path may allocate; a row that needs more is left out
 # The kinds of a row, and who takes part; conv_image is conv with the gradient of the images.
 TRAINING: dict[Kind, tuple[str, ...]] = {"weights": EAGER, "everything": ("conv", "conv_image", "misconv", "plain")}
@@ -99,7 +100,9 @@ class Bench:
         self, setting: Setting | NetworkSetting, kind: str, contenders: dict[str, Contender], peak: bool, **more: Any
     ) -> Row:
         """The times, peaks and ratios of these contenders."""
-        row: Row = {"setting": asdict(setting), "kind": kind, "times": times(contenders, self.device, self.pace)}
+        longer = LONGER if isinstance(setting, NetworkSetting) else 1
+        pace = replace(self.pace, seconds=longer * self.pace.seconds)
+        row: Row = {"setting": asdict(setting), "kind": kind, "times": times(contenders, self.device, pace)}
         row["ratios"] = _ratios({name: t["median_us"] for name, t in row["times"].items()})
         if peak and self.device.type == "cuda":
             row["memory"] = {name: memory(contender, self.device) for name, contender in contenders.items()}
@@ -274,6 +277,7 @@ def run(
             "quick": quick,
             "dtype": "float32",
             "pace": asdict(pace := Pace(0.002, 2, 3, 0.0005, 3) if quick else Pace()),
+            "networks_longer": LONGER,
             "bounds": BOUNDS,
         },
     }
