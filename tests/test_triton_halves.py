@@ -167,20 +167,23 @@ def test_a_normalization_is_folded_into_such_filters(training: bool) -> None:
         assert error(one, other.double(), 1.0) < SAME
 
 
-def test_filters_are_written_in_units_of_their_own() -> None:
+@pytest.mark.parametrize("uneven", [1e6, 4.0, 1e-6])
+def test_filters_are_written_in_units_of_their_own(uneven: float) -> None:
     generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     weight = torch.randn(3, 2, 3, 5, generator=generator, dtype=torch.float32)
     weight[1] *= 1e-20
     weight[2] = 0
-    weight[:, 1] *= 1e6
+    weight[:, 1] *= uneven
     filters, units = torch.empty(3, 2, 3, 6, dtype=torch.float16), torch.empty(3, dtype=torch.float32)
-    balances = torch.empty(2, dtype=torch.float32)
-    balance_kernel[(2,)](weight, balances, 3, 30, 15, 2, 16)
-    powers = weight.abs().amax((0, 2, 3)).log2().floor()
-    assert torch.equal(balances.log2(), powers)
+    balances = torch.empty(3, dtype=torch.float32)
+    balance_kernel[(1,)](weight, balances, 3, 30, 15, 2, 32)
+    matters, balance = balances[0].item(), balances[1:]
+    assert torch.equal(balance.log2(), weight.abs().amax((0, 2, 3)).log2().floor())
+    assert matters == (uneven != 4)
+    balance = balance if matters else torch.ones_like(balance)
     halve_filters_kernel[(3,)](weight, balances, filters, units, 30, 3, 5, 6, 64)
     assert bool((filters[..., 5] == 0).all())
-    restored = filters[..., :5].double() * units.double()[:, None, None, None] * balances.double()[:, None, None]
+    restored = filters[..., :5].double() * units.double()[:, None, None, None] * balance.double()[:, None, None]
     assert error(restored, weight.double()) < 2**-11
     assert error(restored[1], weight[1].double()) < 2**-11
     assert bool(((filters.abs().amax((1, 2, 3)) >= 64) == torch.tensor([True, True, False])).all())

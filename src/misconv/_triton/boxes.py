@@ -145,11 +145,22 @@ def read(image, offsets, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def read_in_units(image, offsets, balance, PRECISION: tl.constexpr):
-    """The same in units, and the unit; for "f16x2", with the balance of each pixel's channel. Else the unit is 1."""
+def read_in_units(image, offsets, balances, CHANNELS: tl.constexpr, AREA: tl.constexpr, SQUARED: tl.constexpr,
+                  PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr):  # fmt: skip
+    """The same in units, and the unit; that is 1 but for "f16x2".
+
+    `balances` are those of `balance_kernel`, for float16 numbers; boxes have AREA pixels in each channel. SQUARED: the
+    numbers are variances.
+    """
     unit = 1.0
     if PRECISION == "f16x2":
-        values = tl.load(image + offsets, mask=offsets >= 0, other=0.0).to(tl.float32) * balance
+        values = tl.load(image + offsets, mask=offsets >= 0, other=0.0).to(tl.float32)
+        if tl.load(balances) > 0:
+            channel = tl.arange(0, BLOCK_Q) // AREA
+            balance = tl.load(balances + 1 + channel, mask=channel < CHANNELS, other=1.0)
+            values = values * balance
+            if SQUARED:
+                values = values * balance
         unit = unit_of(values, 16384)
         box = packed(rounded(values / unit, PRECISION), PRECISION)
     else:

@@ -170,8 +170,8 @@ def complete_kernel(
         total_bias += tl.sum(g, 0)
         if HALF:
             g = g * tl.load(units + b)
-            largest = tl.max(finite_size(g), 0)
-            if tl.max((largest > limit).to(tl.int32), 0) > 0:
+            if tl.max((finite_size(g) > limit[None, :]).to(tl.int32)) > 0:
+                largest = tl.max(finite_size(g), 0)
                 base = power_below(largest)
                 wanted = tl.where(largest > limit, 1024.0 / base, scale)
                 limit = tl.where(largest > limit, 32.0 * base, limit)

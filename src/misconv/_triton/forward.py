@@ -36,16 +36,17 @@ __all__ = ["forward_kernel", "mean_of", "moments_of", "share_of", "stack_of"]
 def mean_of(means, observed, weight, table, starts, channels, top, left, height, width, CHANNELS: tl.constexpr,
             OUT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BOX_Y: tl.constexpr, BOX_X: tl.constexpr,
             HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_P: tl.constexpr,
-            BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr, balance=None):  # fmt: skip
+            BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr, balances=None):  # fmt: skip
     """The response (pixels, channels) to the mean of one component. WINDOW is the number of taps in one channel.
 
-    `balance` is that of each pixel of a box, for float16 numbers.
+    `balances` are those of `balance_kernel`, for float16 numbers.
     """
     m, unit = tl.zeros((BLOCK_P, BLOCK_O), tl.float32), 1.0
     for chunk in range((CHANNELS + CHUNK - 1) // CHUNK):
         offsets, _ = box_of(observed, chunk, top, left, height, width, CHANNELS, CHUNK, BOX_Y, BOX_X, BLOCK_Q, False,
                             False)  # fmt: skip
-        box, unit = read_in_units(means + chunk * CHUNK * height * width, offsets, balance, PRECISION)
+        box, unit = read_in_units(means + chunk * CHUNK * height * width, offsets, balances, CHANNELS, BOX_Y * BOX_X,
+                                  False, PRECISION, BLOCK_Q)  # fmt: skip
         for block in tl.range((CHUNK * WINDOW + BLOCK_T - 1) // BLOCK_T, disable_licm=True):
             w = weights_of(weight, chunk, block, channels, CHANNELS * WINDOW, CHUNK * WINDOW, OUT, PRECISION, BLOCK_O,
                            BLOCK_T)  # fmt: skip
@@ -58,7 +59,7 @@ def stack_of(factors, number, observed, weight, table, starts, channels, top, le
              L: tl.constexpr, CHANNELS: tl.constexpr, OUT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
              BOX_Y: tl.constexpr, BOX_X: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr,
              PRECISION: tl.constexpr, STACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr,
-             BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr, balance=None):  # fmt: skip
+             BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr, balances=None):  # fmt: skip
     """The responses (STACK · pixels, channels) to one stack of the factors of a component."""
     r, unit = tl.zeros((STACK * BLOCK_P, BLOCK_O), tl.float32), 1.0
     below = starts_below(starts, STACK, BLOCK_P, BLOCK_Q, PRECISION)
@@ -67,7 +68,8 @@ def stack_of(factors, number, observed, weight, table, starts, channels, top, le
                             HAS_OBSERVED, PER_CHANNEL)  # fmt: skip
         first = chunk * CHUNK * height * width
         offsets = stack_offsets(number, missing, size, L, STACK, BLOCK_Q)
-        box, unit = read_in_units(factors + first, offsets, balance, PRECISION)
+        box, unit = read_in_units(factors + first, offsets, balances, CHANNELS, BOX_Y * BOX_X, False, PRECISION,
+                                  BLOCK_Q)  # fmt: skip
         for block in tl.range((CHUNK * WINDOW + BLOCK_T - 1) // BLOCK_T, disable_licm=True):
             w = weights_of(weight, chunk, block, channels, CHANNELS * WINDOW, CHUNK * WINDOW, OUT, PRECISION, BLOCK_O,
                            BLOCK_T)  # fmt: skip
@@ -98,11 +100,8 @@ def moments_of(means, factors, noise, observed, weight, table, starts, channels,
                L: tl.constexpr, CHANNELS: tl.constexpr, OUT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
                BOX_Y: tl.constexpr, BOX_X: tl.constexpr, HAS_OBSERVED: tl.constexpr, PER_CHANNEL: tl.constexpr,
                PRECISION: tl.constexpr, STACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr,
-               BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr, balance=None):  # fmt: skip
+               BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr, balances=None):  # fmt: skip
     """Mean and variance (pixels, channels) under one component, and the responses to the first stack of factors."""
-    square_of_balance = balance
-    if balance is not None:
-        square_of_balance = balance * balance
     m = tl.zeros((BLOCK_P, BLOCK_O), tl.float32)
     v = tl.zeros((BLOCK_P, BLOCK_O), tl.float32)
     r = tl.zeros((STACK * BLOCK_P, BLOCK_O), tl.float32)
@@ -112,12 +111,15 @@ def moments_of(means, factors, noise, observed, weight, table, starts, channels,
         offsets, missing = box_of(observed, chunk, top, left, height, width, CHANNELS, CHUNK, BOX_Y, BOX_X, BLOCK_Q,
                                   HAS_OBSERVED, PER_CHANNEL)  # fmt: skip
         first = chunk * CHUNK * height * width
-        of_means, unit_m = read_in_units(means + first, offsets, balance, PRECISION)
-        of_noise, unit_v = read_in_units(noise + first, missing, square_of_balance, PRECISION)
+        of_means, unit_m = read_in_units(means + first, offsets, balances, CHANNELS, BOX_Y * BOX_X, False, PRECISION,
+                                         BLOCK_Q)  # fmt: skip
+        of_noise, unit_v = read_in_units(noise + first, missing, balances, CHANNELS, BOX_Y * BOX_X, True, PRECISION,
+                                         BLOCK_Q)  # fmt: skip
         of_factors = of_noise
         if L > 0:
             places = stack_offsets(0, missing, size, L, STACK, BLOCK_Q)
-            of_factors, unit_r = read_in_units(factors + first, places, balance, PRECISION)
+            of_factors, unit_r = read_in_units(factors + first, places, balances, CHANNELS, BOX_Y * BOX_X, False,
+                                               PRECISION, BLOCK_Q)  # fmt: skip
         for block in tl.range((CHUNK * WINDOW + BLOCK_T - 1) // BLOCK_T, disable_licm=True):
             w = weights_of(weight, chunk, block, channels, CHANNELS * WINDOW, CHUNK * WINDOW, OUT, PRECISION, BLOCK_O,
                            BLOCK_T)  # fmt: skip
@@ -136,7 +138,7 @@ def moments_of(means, factors, noise, observed, weight, table, starts, channels,
         for number in range(1, (L + STACK - 1) // STACK):
             r2 = stack_of(factors, number, observed, weight, table, starts, channels, top, left, height, width, size,
                           L, CHANNELS, OUT, WINDOW, CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, STACK,
-                          BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q, balance)  # fmt: skip
+                          BLOCK_P, BLOCK_O, BLOCK_T, BLOCK_Q, balances)  # fmt: skip
             v += sum_stack(r2 * r2, STACK, BLOCK_P, BLOCK_O)
     return m, v, r
 
@@ -184,11 +186,9 @@ def forward_kernel(
     offset = tl.zeros((BLOCK_O,), tl.float32)
     if HAS_BIAS:
         offset = tl.load(bias + group * OUT + channels, mask=channels < OUT, other=0.0).to(tl.float32)
-    unit, balance = tl.full((BLOCK_O,), 1.0, tl.float32), None
+    unit = tl.full((BLOCK_O,), 1.0, tl.float32)
     if units is not None:
         unit = tl.load(units + group * OUT + channels, mask=channels < OUT, other=0.0)
-        channel = tl.arange(0, BLOCK_Q) // (BOX_Y * BOX_X)
-        balance = tl.load(balances + channel, mask=channel < CHANNELS, other=1.0)
 
     y, x = tile // tiles_x * TILE_Y, tile % tiles_x * TILE_X
     top, left = y * SY - PY, x * SX - PX
@@ -202,7 +202,7 @@ def forward_kernel(
             m, v, _ = moments_of(means + k * size, factors + k * L * size, noise + k * size, observed, weight, table,
                                  starts, channels, top, left, height, width, size, L, CHANNELS, OUT, WINDOW, CHUNK,
                                  BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, STACK, BLOCK_P, BLOCK_O, BLOCK_T,
-                                 BLOCK_Q, balance)  # fmt: skip
+                                 BLOCK_Q, balances)  # fmt: skip
             v = v * unit[None, :] * unit[None, :]  # one after the other: the square of a unit may be too small
             e = expected(m * unit[None, :] + offset[None, :], v, ACTIVATION, low, high)
             if K > 1:
@@ -211,7 +211,7 @@ def forward_kernel(
     else:
         m = mean_of(means, observed, weight, table, starts, channels, top, left, height, width, CHANNELS, OUT, WINDOW,
                     CHUNK, BOX_Y, BOX_X, HAS_OBSERVED, PER_CHANNEL, PRECISION, BLOCK_P, BLOCK_O, BLOCK_T,
-                    BLOCK_Q, balance)  # fmt: skip
+                    BLOCK_Q, balances)  # fmt: skip
         result, _ = activation(m * unit[None, :] + offset[None, :], ACTIVATION, low, high)
     y, x = y + pixel // TILE_X, x + pixel % TILE_X
     places = (y * out_y + x * out_x)[:, None] + (group * OUT + channels)[None, :] * out_o

@@ -4,7 +4,8 @@ They have as many digits, 11 bits, and tensor cores take them twice as fast, in 
 float16 lacks is range. So what is multiplied comes in *units*, powers of two that are found for a few numbers at a time
 (the pixels of a box, the weights of a filter) from the largest of them. Only numbers below about a 10⁸th of that one
 lose digits, and these weigh nothing in a sum with it. For that the channels of an image are *balanced* first: where one
-is in larger units than another, its weights are the smaller ones, and a power of two goes from the one to the other.
+is in much larger units than another, its weights are the smaller ones, and a power of two goes from the one to the
+other.
 Infinite numbers have no part in the choice of a unit.
 """
 
@@ -30,11 +31,11 @@ class HalfFilters(NamedTuple):
     shape: tuple[int, ...]  # of these
 
     def launch(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The filters, the unit of each, and for each channel the power of two that its pixels are multiplied by."""
+        """The filters, the unit of each, and what `balance_kernel` says of the channels."""
         out, channels = self.shape[:2]
         filters = torch.empty(self.shape, dtype=torch.float16, device=weight.device)
         units = torch.empty(out, dtype=torch.float32, device=weight.device)
-        balances = torch.empty(channels, dtype=torch.float32, device=weight.device)
+        balances = torch.empty(1 + channels, dtype=torch.float32, device=weight.device)
         self.balance(weight, balances)
         self.halve(weight, balances, filters, units)
         return filters, units, balances
@@ -64,19 +65,25 @@ def unit_of(values, LARGEST: tl.constexpr):
 def balance_kernel(
     weight, balances, out, TAPS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr
 ):
-    """The power of two below the largest weight of one channel, in all filters (out, TAPS).
+    """For each channel the power of two below its largest weight in all filters (out, TAPS); by one program.
 
-    A window has WINDOW taps; BLOCK_O filters are read at a time.
+    A window has WINDOW taps; BLOCK_O filters are read at a time. In front of them stands 1 where they are so uneven
+    that they matter, else 0: then nobody reads them.
     """
-    channel, t = tl.program_id(0), tl.arange(0, BLOCK_T)
-    found = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+    t = tl.arange(0, BLOCK_T)
+    found = tl.zeros((BLOCK_T,), tl.float32)
     for first in range(0, out, BLOCK_O):
         o = first + tl.arange(0, BLOCK_O)
-        inside = (o < out)[:, None] & (t < WINDOW)[None, :]
-        places = o[:, None] * TAPS + (channel * WINDOW + t)[None, :]
-        values = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32)
-        found = tl.maximum(found, finite_size(values))
-    tl.store(balances + channel, power_below(tl.max(tl.max(found, 1), 0)))
+        inside = (o < out)[:, None] & (t < TAPS)[None, :]
+        values = tl.load(weight + o[:, None] * TAPS + t[None, :], mask=inside, other=0.0).to(tl.float32)
+        found = tl.maximum(found, tl.max(finite_size(values), 0))
+    most = power_below(tl.max(found, 0))
+    least = most
+    for channel in range(TAPS // WINDOW):
+        power = power_below(tl.max(tl.where(t // WINDOW == channel, found, 0.0), 0))
+        tl.store(balances + 1 + channel, power)
+        least = tl.minimum(least, power)
+    tl.store(balances, tl.where(most > 16 * least, 1.0, 0.0))
 
 
 @triton.jit
@@ -92,7 +99,8 @@ def halve_filters_kernel(
     o, t = tl.program_id(0), tl.arange(0, BLOCK)
     inside = (t < TAPS // KX * WIDE) & (t % WIDE < KX)
     values = tl.load(weight + o * TAPS + t // WIDE * KX + t % WIDE, mask=inside, other=0.0).to(tl.float32)
-    values = values / tl.load(balances + t // (KY * WIDE), mask=inside, other=1.0)
+    if tl.load(balances) > 0:
+        values = values / tl.load(balances + 1 + t // (KY * WIDE), mask=inside, other=1.0)
     unit = unit_of(values, 64)
     tl.store(units + o, unit)
     tl.store(filters + o * (TAPS // KX * WIDE) + t, (values / unit).to(tl.float16), mask=t < TAPS // KX * WIDE)

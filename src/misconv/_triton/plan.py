@@ -162,9 +162,9 @@ class Plan:
             return None
         out, channels, rows, columns = self.weight
         taps, wide = channels * rows * columns, self.kernel(True)[1]
-        block = power(rows * columns)
-        arguments: tuple[int, ...] = (out, taps, rows * columns, max(2048 // block, 1), block)
-        balance = Launch(balance_kernel, self.device, (channels, 1, 1), arguments)
+        block = power(taps)
+        arguments: tuple[int, ...] = (out, taps, rows * columns, max(8192 // block, 1), block)
+        balance = Launch(balance_kernel, self.device, (1, 1, 1), arguments)
         arguments = (taps, rows, columns, wide, power(channels * rows * wide))
         halve = Launch(halve_filters_kernel, self.device, (out, 1, 1), arguments)
         return HalfFilters(balance, halve, (out, channels, rows, wide))
