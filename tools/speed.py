@@ -2,9 +2,10 @@
 
     python tools/speed.py [--results results/bench] [--out docs]
 
-Reads layer-cuda.json and layer-cpu.json, whichever are there, network-cuda.json and norm-cuda.json, which are made with
-``--only network`` and ``--only norm``, network-newer-cuda.json, whose rows were measured again, and kernels-cuda.json
-of `benchmarks/kernels.py`; measures nothing itself.
+Reads layer-cuda.json and layer-cpu.json, whichever are there, network-cuda.json, which is made with ``--only network``,
+network-newer-cuda.json and network-again-cuda.json, whose rows were measured again, large-cuda.json, which is made with
+``--only large --only norm --only nll`` and whose sections take the place of those of layer-cuda.json, and
+kernels-cuda.json of `benchmarks/kernels.py`; measures nothing itself.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ RECORDS = {"cuda": "layer-cuda.json", "cpu": "layer-cpu.json"}
 MORE = {
     "network": "network-cuda.json",
     "newer": "network-newer-cuda.json",
-    "norm": "norm-cuda.json",
+    "again": "network-again-cuda.json",
+    "large": "large-cuda.json",
     "kernels": "kernels-cuda.json",
 }
+AGAIN = ("newer", "again")  # measurements of the same rows, in the order of time
 
 # Colours that differ also for colour-blind eyes; the layer itself stands out, the others step back.
 LINES = {
@@ -393,16 +396,16 @@ def page(records: dict[str, Record], picture: str | None, more: dict[str, Record
     add: Callable[..., None] = lambda *blocks: parts.extend(blocks)  # noqa: E731
     if "network" in more:
         add("## Networks", circumstances(more["network"]))
-        add(*([about_newer(more["newer"])] if "newer" in more else []), NETWORKS)
+        add(*(about_newer(more[name]) for name in AGAIN if name in more), NETWORKS)
         add("![Shares of the plain network's speed](pictures/networks.png)")
         add("*As CUDA graphs; the number behind a network is its batch.*", networks(more["network"]))
         if missing := [title for name, title in MODELS.items() if name not in measured_models(more["network"])]:
             add(f"Not measured yet: {', '.join(missing)}.")
-    if "norm" in more:
+    if "large" in more:
         add(
             "### A first layer with BatchNorm in training",
-            "Forward and backward, with the gradients of its parameters. " + circumstances(more["norm"]),
-            norms(more["norm"]),
+            "Forward and backward, with the gradients of its parameters. " + circumstances(more["large"]),
+            norms(more["large"]),
         )
     if "kernels" in more:
         record = more["kernels"]
@@ -412,6 +415,8 @@ def page(records: dict[str, Record], picture: str | None, more: dict[str, Record
             add(f"{row['setting']}:", kernels(row))
     for device, record in records.items():
         add(f"## {'On a GPU' if device == 'cuda' else 'On a CPU'}", circumstances(record))
+        if device == "cuda" and "large" in more:
+            add("Large images and the training of a density were measured again: " + circumstances(more["large"]))
         if any(rows(record, section) for section in ("table10", "large", "cpu")):
             add(
                 "Time and memory as multiples of convolution + ReLU, a quarter missing (smallest to largest):",
@@ -540,8 +545,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             plt.close(figure)
     others = {name: options.results / file for name, file in MORE.items()}
     more = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in others.items() if path.exists()}
+    if "large" in more and "cuda" in records:
+        records["cuda"] = {**records["cuda"], "sections": {**records["cuda"]["sections"], **more["large"]["sections"]}}
     if "network" in more:
-        more["network"] = with_newer(more["network"], more.get("newer"))
+        for name in AGAIN:
+            more["network"] = with_newer(more["network"], more.get(name))
         (options.out / "pictures").mkdir(parents=True, exist_ok=True)
         figure = draw_networks(more["network"])
         figure.savefig(options.out / "pictures" / "networks.png", dpi=150)
