@@ -389,17 +389,33 @@ def test_table_b_says_how_far_misconv_is_ahead_and_what_is_not_measured() -> Non
             for r, a in zip(below, apart, strict=True)
         ]
     table = evidence.make_letter("B", records)
-    cells = {row[0]: row[1:] for row in table.rows}
-    assert cells["MFA imputation"][-1] == "+3.00 (p = 0.035)"
-    assert cells["zero"][-1].startswith("+22.00 (p = 0.010")  # twice that of one comparison
-    assert cells["k-NN"][0] == "not measured yet"
-    assert cells["GT *"][:2] == ["–", ".910 ± .010"]
-    assert cells["MisConv"][0] == "**.810 ± .010**"
-    (doubts,) = (note for note in table.notes if note.startswith("NLL of MisConv minus"))
-    assert doubts.endswith("MFA imputation −0.030 (p = 0.035)."), "by the same numbers"
-    assert "zero −0.220 (p = 0.010" in doubts
-    assert "GT" not in doubts
+    cells = {row[1]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    assert {row["data set"] for row in cells.values()} == {"SVHN (re-cropped)"}
+    assert cells["MFA imputation"]["points of MisConv"] == "+3.00 (p = 0.035)"
+    assert cells["zero"]["points of MisConv"].startswith("+22.00 (p = 0.010")  # twice that of one comparison
+    assert cells["k-NN"]["accuracy"] == "not measured yet"
+    assert (cells["GT *"]["accuracy"], cells["GT *"]["on complete images"]) == ("–", ".910 ± .010")
+    assert cells["MisConv"]["accuracy"] == "**.810 ± .010**"
+    assert cells["MFA imputation"]["NLL, MisConv minus row"] == "−0.030 (p = 0.035)", "by the same numbers"
+    assert cells["zero"]["NLL, MisConv minus row"].startswith("−0.220 (p = 0.010")
+    assert cells["GT *"]["NLL, MisConv minus row"] == "–"
+    assert cells["MisConv"]["points of MisConv"] == "–"
+    assert any("Holm" in note for note in table.notes)
     assert not any("another run" in note for note in table.notes)
+
+
+def test_table_a_says_how_far_methods_are_ahead_of_imputation() -> None:
+    records: list[Record] = []
+    for name, apart in (("mfa", (0.0, 0.0, 0.0)), ("samples", (0.02, 0.03, 0.04)), ("zero", (-0.2, -0.2, -0.1))):
+        for seed, lead in enumerate(apart):
+            row = recorded("transfer", method=name, accuracy=0.8, nll=0.5, ece=0.1, abstention=0.1)[0]
+            records.append({**row, "seed": seed, "accuracy": 0.8 + lead})
+    table = evidence.make_letter("A", records)
+    points = {row[2]: row[-1] for row in table.rows}
+    assert points["samples averaged"] == "+3.00 (p = 0.035)"
+    assert points["zero"] == points["MFA imputation"] == points["MisConv"] == "–"
+    assert any("Holm" in note for note in table.notes)
+    assert not any("Holm" in note for note in evidence.make_letter("A", [r for r in records if r["seed"] == 0]).notes)
 
 
 def test_table_b_tells_what_added_seeds_say_by_themselves() -> None:

@@ -7,7 +7,6 @@ comparisons as one data set has in the table.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from statistics import fmean
 
 from misconv.paper import printed
@@ -71,6 +70,11 @@ def _points(ahead: Margin | None) -> str:
     return ahead.difference + (f" ({ahead.chance})" if ahead.p is not None else "")
 
 
+def _is_tested(rows: Sequence[Sequence[str]]) -> bool:
+    """Whether any cell has a p, which takes several seeds."""
+    return any("(p " in cell for row in rows for cell in row)
+
+
 def _trained(records: Sequence[Record], datasets: Sequence[str]) -> list[str]:
     """How long the classifiers of each data set were trained, and how precisely, if the records tell."""
     told = []
@@ -107,17 +111,6 @@ def _densities(records: Sequence[Record], datasets: Sequence[str]) -> list[str]:
     return [f"Densities: {'; '.join(told)}."] if told else []
 
 
-def _filled(records: Sequence[Record], datasets: Sequence[str]) -> list[str]:
-    """How far what each row fills in is from the truth, if the records tell; rows of one density have one mean."""
-    told = []
-    for dataset in datasets:
-        found = {row.title: scores(records, "rmse", dataset=dataset, method=row.name) for row in ROWS}
-        errors = [f"{title} {as_number(fmean(each.values()), 4)}" for title, each in found.items() if each]
-        if errors:
-            told.append(f"{title_of(records, dataset)}: {', '.join(errors)}")
-    return [f"RMSE of what is filled in at the hidden pixels of test images: {'; '.join(told)}."] if told else []
-
-
 # A: no retraining ----------------------------------------------------------------------------------------------------
 
 
@@ -126,7 +119,8 @@ def transfer(records: Sequence[Record], datasets: Sequence[str] | None = None) -
     mine = of(records, kind="transfer")
     titles = {way.name: way.title for way in WAYS}
     rows: list[list[str]] = []
-    counts, ahead = [], []
+    counts: list[tuple[str, str]] = []
+    ahead: list[tuple[int, Margin]] = []  # the row, and how far it is ahead
     for dataset in datasets_of(mine, datasets):
         title = title_of(mine, dataset)
         for shape in ALL_SHAPES:
@@ -138,21 +132,24 @@ def transfer(records: Sequence[Record], datasets: Sequence[str] | None = None) -
                 found = {name: scores(here, measure, method=name) for name in titles}
                 for name, cell in cells_of(found, digits, better).items():
                     block[name].append(NOT_YET if cell == NOTHING else cell)
-            rows += block.values()
             found = {name: scores(here, "accuracy", method=name) for name in titles}
             counts.append((f"{title}, {shape}", seed_count(found)))
-            ahead += [(f"{title}, {shape}", each) for each in _against(found, ("misconv", "samples", "draws"), "mfa")]
+            for each in _against(found, ("misconv", "samples", "draws"), "mfa"):
+                ahead.append((len(rows) + list(titles).index(each.method), each))
+            rows += block.values()
+    corrected = holm([each for _, each in ahead])
+    points = dict(zip((row for row, _ in ahead), corrected, strict=True))
+    for number, cells in enumerate(rows):
+        cells.append(_points(points.get(number)))
     notes = [f"{over_seeds(counts)}. {_MEASURED}"] if counts else [NOT_YET]
     notes += _densities(mine, datasets_of(mine, datasets))
-    ahead = [(place, each) for place, each in ahead if each.p is not None]  # of one seed there is nothing to say
-    corrected = holm([each for _, each in ahead])
-    notes += [
-        f"{place}: {replace(each, method=titles[each.method], baseline=titles[each.baseline])}."
-        for (place, _), each in zip(ahead, corrected, strict=True)
-    ]
     if ahead:
-        notes.append("p of the two-sided paired t-test over seeds, corrected by Holm's method for all of these.")
+        notes.append(
+            f"Points over {titles['mfa']}: of accuracy."
+            + (f" {HOLM.replace('the comparisons of a data set', 'all of them')}" if _is_tested(rows) else "")
+        )
     columns = ["data set", "missing", "method", *(head for head, *_ in MEASURES.values())]
+    columns.append(f"points over {titles['mfa']}")
     return Table("A", "Networks trained on complete images meet incomplete ones", columns, rows, notes, text=3)
 
 
@@ -174,36 +171,57 @@ def recipe(records: Sequence[Record], datasets: Sequence[str] | None = None) -> 
     """Table B."""
     mine = of(records, kind="recipe", shape="square")
     shown = [row for row in ROWS if not row.extra]
-    rows = {row.name: [row.starred] for row in shown}
-    apart = [row.name for row in shown if row.complete]
-    columns, counts, tested = ["method"], [], False
-    keys = {"accuracy_incomplete": "accuracy", "accuracy_complete": "on complete images"}
-    keys |= {name: MEASURES[name][0] for name in ("nll", "ece", "abstention")}
-    for dataset in datasets_of(mine, datasets):
-        title = title_of(mine, dataset)
-        columns += [f"{title}: {head}" for head in (*keys.values(), f"points of {BY_ROW[OURS].title}")]
-        for key in keys:
-            better = max if key.startswith("accuracy") else min
-            found = {name: scores(mine, key, dataset=dataset, method=name) for name in rows}
-            hidden = {name: {} if name in apart and key != "accuracy_complete" else s for name, s in found.items()}
-            for name, cell in cells_of(hidden, 3, better, apart=apart).items():
-                rows[name].append(NOT_YET if cell == NOTHING and not found[name] else cell)
-        found = {name: scores(mine, dataset=dataset, method=name) for name in rows}
-        counts.append((title, seed_count(found)))
-        ahead = comparisons(found, OURS, apart)
-        tested |= any(each.p is not None for each in ahead.values())
-        for name, cells in rows.items():
-            cells.append(_points(ahead.get(name)))
+    apart, sets, ours = [row.name for row in shown if row.complete], datasets_of(mine, datasets), BY_ROW[OURS].title
+    rows: list[list[str]] = []
+    counts = []
+    for dataset in sets:
+        title, here = title_of(mine, dataset), of(mine, dataset=dataset)
+        rows += [[title, *cells] for cells in _recipe_rows(here, apart)]
+        counts.append((title, seed_count({row.name: scores(here, method=row.name) for row in shown})))
     notes = [f"{over_seeds(counts)}. {_MEASURED}"] if counts else [NOT_YET]
-    notes += [
-        f"Points: how far the accuracy of {BY_ROW[OURS].title} on incomplete images is ahead of the row."
-        + (f" {HOLM}" if tested else ""),
-        "* trained and tested on complete images.",
-    ]
-    sets = datasets_of(mine, datasets)
-    notes[-1:-1] = [*_added(mine, sets, apart), *_less_doubt(mine, sets, list(rows), apart)]
-    notes[1:1] = [*_trained(mine, sets), *_densities(mine, sets), *_filled(mine, sets)]
-    return Table("B", "One recipe for all", columns, list(rows.values()), notes)
+    notes += [*_trained(mine, sets), *_densities(mine, sets)]
+    notes.append(
+        f"Points of {ours}: how far its accuracy on incomplete images is ahead of the row. RMSE: of what is filled in "
+        "at hidden pixels of test images." + (f" {HOLM}" if _is_tested(rows) else "")
+    )
+    notes += [*_added(mine, sets, apart), "* trained and tested on complete images."]
+    columns = ["data set", "method", "accuracy", f"points of {ours}", "NLL", f"NLL, {ours} minus row"]
+    columns += [MEASURES[name][0] for name in ("ece", "abstention")] + ["on complete images", "RMSE"]
+    return Table("B", "One recipe for all", columns, rows, notes, text=2)
+
+
+def _recipe_rows(records: Sequence[Record], apart: Sequence[str]) -> list[list[str]]:
+    """The rows of Table B for one data set."""
+    rows = {row.name: [row.starred] for row in ROWS if not row.extra}
+
+    def add(key: str, digits: int = 3) -> dict[str, Scores]:
+        better = max if key.startswith("accuracy") else min
+        found = {name: scores(records, key, method=name) for name in rows}
+        hidden = {name: {} if name in apart and key != "accuracy_complete" else s for name, s in found.items()}
+        for name, cell in cells_of(hidden, digits, better, apart=apart).items():
+            rows[name].append(NOT_YET if cell == NOTHING and not found[name] else cell)
+        return found
+
+    ahead = comparisons(add("accuracy_incomplete"), OURS, apart)
+    for name, cells in rows.items():
+        cells.append(_points(ahead.get(name)))
+    below = comparisons(add("nll"), OURS, apart)
+    for name, cells in rows.items():
+        cells.append(_nats(below.get(name)))
+    for key in ("ece", "abstention", "accuracy_complete"):
+        add(key)
+    for name, cells in rows.items():
+        errors = scores(records, "rmse", method=name).values()  # rows of one density have one mean
+        cells.append(as_number(fmean(errors), 4) if errors else NOTHING)
+    return list(rows.values())
+
+
+def _nats(ahead: Margin | None) -> str:
+    """A difference of NLL, where `_points` has one of accuracy."""
+    if ahead is None:
+        return NOTHING
+    apart = f"{ahead.points / 100:+.3f}".replace("-", "−")
+    return apart + (f" ({ahead.chance})" if ahead.p is not None else "")
 
 
 def _added(records: Sequence[Record], datasets: Sequence[str], apart: Sequence[str]) -> list[str]:
@@ -229,49 +247,31 @@ def _added(records: Sequence[Record], datasets: Sequence[str], apart: Sequence[s
     return [f"{words}, how far it is ahead of the row, in points, p as above: {'; '.join(told)}."] if told else []
 
 
-def _less_doubt(
-    records: Sequence[Record], datasets: Sequence[str], names: Sequence[str], apart: Sequence[str]
-) -> list[str]:
-    """How far the NLL of MisConv lies below that of every row, with p, where there are several seeds."""
-    told = []
-    for dataset in datasets:
-        found = {name: scores(records, "nll", dataset=dataset, method=name) for name in names}
-        ahead = comparisons(found, OURS, apart)
-        known = {name: one for name, one in ahead.items() if one.p is not None}
-        apart_by = {name: f"{one.points / 100:+.3f}".replace("-", "−") for name, one in known.items()}
-        each = [f"{BY_ROW[name].title} {apart_by[name]} ({one.chance})" for name, one in known.items()]
-        if each:
-            told.append(f"{title_of(records, dataset)}: {', '.join(each)}")
-    return [f"NLL of {BY_ROW[OURS].title} minus that of the row, p as above. {'; '.join(told)}."] if told else []
-
-
 # C: ingredients ------------------------------------------------------------------------------------------------------
 
 
 def ingredients(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
     """Table C."""
     mine = of(records, kind="ingredient", shape="square")
-    shown = [name for each in datasets_of(mine, datasets) for name in variants_of(recipe_of(each))]
-    rows = {name: [variant.title] for name, variant in VARIANTS.items() if name in shown}
-    columns, counts, tested = ["variant"], [], False
-    for dataset in datasets_of(mine, datasets):
-        title = title_of(mine, dataset)
-        columns += [f"{title}: {head}" for head in ("validation", "test", f"points against {VARIANTS[WHOLE].title}")]
-        found = {name: scores(mine, dataset=dataset, variant=name) for name in rows}
+    sets, rows, counts = datasets_of(mine, datasets), [], []
+    for dataset in sets:
+        title, here = title_of(mine, dataset), of(mine, dataset=dataset)
+        found = {name: scores(here, variant=name) for name in variants_of(recipe_of(dataset))}
         counts.append((title, seed_count(found)))
         whole = found[WHOLE]
-        known = [name for name in rows if name != WHOLE and found[name] and whole]
+        known = [name for name in found if name != WHOLE and found[name] and whole]
         against = holm([margin(name, found[name], WHOLE, whole) for name in known])
         ahead = dict(zip(known, against, strict=True))
-        tested |= any(each.p is not None for each in against)
         for name, cell in cells_of(found).items():
-            seen = scores(mine, "accuracy_validation", dataset=dataset, variant=name).values()
+            seen = scores(here, "accuracy_validation", variant=name).values()
             chosen = as_number(fmean(seen)) if seen else NOT_YET
-            rows[name] += [chosen, NOT_YET if cell == NOTHING else cell, _points(ahead.get(name))]
+            test = NOT_YET if cell == NOTHING else cell
+            rows.append([title, VARIANTS[name].title, chosen, test, _points(ahead.get(name))])
     top = f"Accuracy on incomplete images. {over_seeds(counts)}." if counts else NOT_YET
-    sets = datasets_of(mine, datasets)
-    notes = [f"{top} {HOLM}" if tested else top, *_trained(mine, sets), *_densities(mine, sets)]
-    return Table("C", "What the ingredients of the recipe are worth", columns, list(rows.values()), notes)
+    top += f" {HOLM}" if _is_tested(rows) else ""
+    columns = ["data set", "variant", "validation", "test", f"points over {VARIANTS[WHOLE].title}"]
+    notes = [top, *_trained(mine, sets), *_densities(mine, sets)]
+    return Table("C", "What the ingredients of the recipe are worth", columns, rows, notes, text=2)
 
 
 # D: the paper explained ----------------------------------------------------------------------------------------------
