@@ -30,24 +30,34 @@ BLOCK_TWO = (
     "## Block two: one recipe for all\n\nEvery method is trained by one recipe: shifts (and flips on CIFAR-10), more "
     "hidden of every second image, a cosine schedule, the same batches and epochs. The density of MFA imputation, "
     "MisConv and sampled completions is one `UNetDMFA`, trained by `misconv.fit_density`'s objective and recipe on "
-    "incomplete images alone. What differs between two rows is how missing pixels are treated."
+    "incomplete images alone. What differs between two rows is how missing pixels are treated. All seeds share that "
+    "density, those of another run another one, so that a p says nothing of how a density trained anew would differ. "
+    "Its objective names its terms, see [the maths](maths.md#density-networks)."
 )
 WORDS = {
     "B": "*mask, hiding more* hides regions anew in every epoch, as augmentations of frameworks do. *U-Net, splitting "
     "losses* fills images in; it learns by deepinv's `SplittingLoss` with its `Inpainting` physics. *supMIWAE* (Ipsen "
     "et al. 2022) trains a variational autoencoder and the classifier together. *sampled completions* trains on a "
     "fresh sample of the density every time, and averages probabilities over 16 at the test.",
-    "C": "What changes when an ingredient is left out, or one more added. MFA imputation is given the same additions.",
+    "C": "What changes when an ingredient is left out, or one more added. MFA imputation is given the same additions. "
+    "*The deviation of the activation* joins its mean through a convolution of 1×1 that begins with zeros; *factors "
+    "drawn*: those of the density are drawn and its noise is integrated out; *an averaged teacher* is a moving average "
+    "of the network, whose answers to images with less hidden it learns, too. Where epochs or densities below the "
+    "table are not those of Table B, the rows are of an earlier recipe.",
     "A": "No retraining: the networks are those of the row *GT*, and the density learns from the same complete images, "
     "of which it hides regions of all shapes. Missing: a square of 1/4 of the area, 3/4 of the pixels at random "
-    "(noise), a trapezoid of 1/2, stripes of 1/2, or one of three channels.",
-    "figure-A": "The networks of Table B, trained with a quarter missing, meet squares of other sizes.",
+    "(noise), a trapezoid of 1/2, stripes of 1/2, or one of three channels. *samples averaged*: probabilities, over 16 "
+    "samples of the density (`predictive` takes 32); *MisConv over draws of the factors*: the same over draws "
+    "of its factors, with its noise integrated out.",
+    "figure-A": "The networks of Table B, trained with a quarter missing, meet squares of other sizes. Bars: the "
+    "standard deviation over seeds.",
     "D": "In the authors' code a region that is missing in training is coded −1 on SVHN and CIFAR-10, and in the test "
     "0. The mask channel then holds numbers in the test that it never held in training; partial convolution sees "
     "hidden pixels with their sign turned in training; an SMFA takes missing pixels for zeros that were seen. Trained "
     "that way, and coded right:",
     "E": "The published code lacks the paper's trapezoids. Ours of Table 9 lie anywhere, and hide far more of a digit "
-    "than the paper's numbers suggest. Half an image on one side of a slanted cut through its centre is one, too.",
+    "than the paper's numbers suggest; here all of their sides are straight, which they were not there. Half an image "
+    "on one side of a slanted cut through its centre is one, too.",
     "F": "The settings of block one, and the same with our objective of the density: the likelihood of each hidden "
     "pixel by itself, and the squared error of the mean, beside the joint likelihood. The authors' code trains the "
     "density of CIFAR-10 with a tenth of the learning rate, and twice the batch, of that of SVHN; ours of block one "

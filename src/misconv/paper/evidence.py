@@ -182,7 +182,7 @@ def recipe(records: Sequence[Record], datasets: Sequence[str] | None = None) -> 
     notes += [*_trained(mine, sets), *_densities(mine, sets)]
     notes.append(
         f"Points of {ours}: how far its accuracy on incomplete images is ahead of the row. RMSE: of what is filled in "
-        "at hidden pixels of test images." + (f" {HOLM}" if _is_tested(rows) else "")
+        "at hidden pixels of test images, where that was recorded." + (f" {HOLM}" if _is_tested(rows) else "")
     )
     notes += [*_added(mine, sets, apart), "* trained and tested on complete images."]
     columns = ["data set", "method", "accuracy", f"points of {ours}", "NLL", f"NLL, {ours} minus row"]
@@ -312,7 +312,8 @@ def slanted(records: Sequence[Record], datasets: Sequence[str] | None = None) ->
         counts += [(f"{title}, {shape}", seed_count(found)) for shape, found in by_shape.items()]
         cells = [cells_of(found) for found in by_shape.values()]
         for name in known:
-            rows.append([title, BY_NAME[name].title, as_number(paper.get(name)), *(each[name] for each in cells)])
+            ours = [NOT_YET if each[name] == NOTHING else each[name] for each in cells]
+            rows.append([title, BY_NAME[name].title, as_number(paper.get(name)), *ours])
     heads = ["data set", "method", "printed in the paper", "from edge to edge, anywhere", "one side of a slanted cut"]
     notes = [f"Accuracy on incomplete test images. {over_seeds(counts)}."] if counts else [NOT_YET]
     return Table("E", "Which trapezoids the paper may have had", heads, rows, notes, text=2)
