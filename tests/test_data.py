@@ -547,7 +547,7 @@ def test_without_torchvision_or_scipy(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", ["file", "folder"])
-@pytest.mark.parametrize("value", ["x" * 5000, "~nobody-of-this-name/x"])
+@pytest.mark.parametrize("value", [pytest.param("x" * 5000, id="long"), "~nobody-of-this-name/x"])
 def test_a_path_that_cannot_be_looked_up(name: str, value: str) -> None:
     arguments: dict[str, Any] = {"name": "mnist", name: value}
     with pytest.raises(ValueError, match=f"{name} must be a path that can be looked up, got") as caught:

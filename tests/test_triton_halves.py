@@ -92,7 +92,7 @@ def test_units_of_images_do_not_matter(unit: float) -> None:
         assert float(other.norm()) > 0
 
 
-@pytest.mark.parametrize("ratio", [1e-9, 1e5])
+@pytest.mark.parametrize("ratio", [1e-9, 1 / 12, 9.0, 1e5])
 def test_channels_in_different_units_that_weights_make_up_for(ratio: float) -> None:
     """As of a network that has learned from them: what they give to mean and variance is of one size."""
     start, observed = layer(kernel=7, image=(11, 16))

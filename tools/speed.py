@@ -335,7 +335,7 @@ place of a convolution, its BatchNorm and its ReLU, forward and backward; all el
 OWN = {
     "window_moments_kernel": "statistics of the batch: second moments of all windows",
     "tap_sums_kernel": "statistics of the batch: sums over all images",
-    "arrange_kernel": "statistics of the batch: pixels arranged for their correlations",
+    "arrange_kernel": "pixels arranged, for their correlations and for windows without a missing one",
     "correlation_kernel": "statistics of the batch: correlations of pixels",
     "assemble_kernel": "statistics of the batch: second moments of all windows, from correlations",
     "fold_kernel": "BatchNorm folded into the filters",
@@ -343,7 +343,13 @@ OWN = {
     "gather_kernel": "statistics of the batch: second moments of all windows, added up",
     "unfold_kernel": "gradients through that folding",
     "forward_kernel": "expected activation",
-    "backward_kernel": "gradients of the filters",
+    "backward_kernel": "gradients of the filters, where pixels are missing",
+    "complete_kernel": "gradients of the filters, where none are",
+    "find_touched_kernel": "which tiles of the response hold missing pixels",
+    "order_kernel": "these tiles first",
+    "largest_kernel": "the largest pixel of every image, for float16 operands",
+    "balance_kernel": "filters as float16 operands: how uneven channels are",
+    "halve_filters_kernel": "filters as float16 operands",
 }
 
 

@@ -5,8 +5,7 @@ float16 lacks is range. So what is multiplied comes in *units*, powers of two th
 (the pixels of a box, the weights of a filter) from the largest of them. Only numbers below about a 10⁸th of that one
 lose digits, and these weigh nothing in a sum with it. For that the channels of an image are *balanced* first: where one
 is in much larger units than another, its weights are the smaller ones, and a power of two goes from the one to the
-other.
-Infinite numbers have no part in the choice of a unit.
+other. Infinite numbers have no part in the choice of a unit.
 """
 
 from __future__ import annotations

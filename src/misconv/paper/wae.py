@@ -57,8 +57,8 @@ class WAESettings:
     measured: int = 1
 
 
-# The appendix trains those of SVHN and CelebA for 50 epochs; all rows of a table, three times each, would take an hour
-# on an H200. Here they have fewer.
+# The appendix trains those of SVHN and CelebA for 50 epochs, which are 16 and 12 PFLOP. All rows of a table, each three
+# times, would take an hour at 100 TFLOP/s. Here they have fewer.
 SETTINGS = {
     "mnist": WAESettings(40, 2, 1, 20, 64, weight=0.01, learning_rate=4e-4, batch_size=128, epochs=20),
     "svhn": WAESettings(
