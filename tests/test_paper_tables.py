@@ -7,14 +7,14 @@ import re
 import runpy
 import sys
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
 from scipy.stats import ttest_rel
 
 from misconv.paper import printed, scores, tables
-from misconv.paper.methods import BASELINES, BY_NAME, METHODS
+from misconv.paper.methods import BY_NAME, METHODS
+from misconv.paper.rows import ROWS
 from misconv.paper.scores import Margin, Record
 from misconv.paper.tables import Table
 
@@ -444,16 +444,15 @@ def test_published_runs_can_be_repeated(published: list[Record]) -> None:
 
 
 @pytest.mark.parametrize(("dataset", "seeds"), [("mnist", 5), ("svhn", 3), ("cifar10", 3)])
-def test_misconv_is_first_in_what_is_published(published: list[Record], dataset: str, seeds: int) -> None:
+def test_block_one_is_published_as_a_whole(published: list[Record], dataset: str, seeds: int) -> None:
+    # That, and not who is first: a run is published however it came out, and a repeated one replaces it.
     mine = scores.of(published, kind="classification", dataset=dataset, shape="square")
     found = {method: scores.scores(mine, method=method) for method in BY_NAME if method != "acflow"}
     assert {len(by_seed) for by_seed in found.values()} == {seeds}
-    mean = {method: fmean(by_seed.values()) for method, by_seed in found.items()}
-    best = max(mean[method.name] for method in BASELINES)
-    assert mean["misconv_dmfa"] >= best
-    least = {"mnist": 0.931, "svhn": 0.757, "cifar10": 0.89 * mean["gt"]}[dataset]
-    assert round(mean["misconv_dmfa"], 3) >= least  # in the digits of the paper: on MNIST it is .9308
-    (plus,) = (m for m in scores.margins(mine, dataset) if m.method == "misconv_plus")
-    assert plus.points >= 1
-    assert plus.p is not None
-    assert plus.p < 0.01
+
+
+@pytest.mark.parametrize("dataset", ["mnist", "svhn", "cifar10"])
+def test_block_two_is_published_as_a_whole(published: list[Record], dataset: str) -> None:
+    mine = scores.of(published, kind="recipe", dataset=dataset)
+    found = {row.name: scores.scores(mine, method=row.name) for row in ROWS if not row.extra}
+    assert min(len(by_seed) for by_seed in found.values()) >= 5

@@ -92,8 +92,8 @@ PROTOCOL = """\
 
 SHARED = (
     "Seconds of the runs added up, and in brackets how many runs. Networks that were trained side by side share their "
-    "time equally. In block two several trainings at once shared the GPU, and in Tables 3 to 5 so did the tests of the "
-    "library: alone they would be faster."
+    "time equally. In block two and in MNIST's square of block one several trainings at once shared the GPU, and in "
+    "Tables 3 to 5 so did the tests of the library: alone they would be faster."
 )
 
 # Commits at which a side of a trapezoid could be bent.
