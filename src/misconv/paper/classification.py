@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,8 +29,15 @@ from misconv.density import SMFA, ConvDMFA
 from misconv.layers import MisConv2d
 from misconv.paper.acflow import ACFlow
 from misconv.paper.cache import Cache, as_json, key
-from misconv.paper.densities import TITLES, DensitySettings, job_of, make_density
-from misconv.paper.flows import FlowSettings
+from misconv.paper.densities import (
+    TITLES,
+    AnySettings,
+    check_density,
+    group_of,
+    job_of,
+    learns_from_complete,
+    make_density,
+)
 from misconv.paper.inputs import BYTE, CachedMFA, IncompleteImages, Take
 from misconv.paper.methods import Method, method_named
 from misconv.paper.networks import Classifier
@@ -44,7 +51,7 @@ if TYPE_CHECKING:
 __all__ = ["Experiment", "Trained"]
 
 
-AnySettings = DensitySettings | FlowSettings
+Fit = tuple[str, AnySettings, dict[str, Any]]  # a density's name and settings, and those of its unit
 # How many classifiers are trained in one CUDA graph, and how often their state is put on the disk.
 SIDE_BY_SIDE, CHECKPOINT_SECONDS = 48, 60.0
 
@@ -169,7 +176,7 @@ class Experiment:
         """What makes a density what it is: "smfa", "dmfa", "acflow", or another name with settings chosen for it."""
         chosen = chosen or self.settings.density(name)
         # What learns from complete images serves all shapes.
-        shapes = {"shape": "any", "fraction": None} if _learns_from_complete(chosen) else {}
+        shapes = {"shape": "any", "fraction": None} if learns_from_complete(chosen) else {}
         return {**self.identity, **shapes, "density_kind": name, "density": as_json(chosen), "seed": 0}
 
     def density(self, name: str, chosen: AnySettings | None = None) -> nn.Module:
@@ -177,51 +184,59 @@ class Experiment:
         chosen = chosen or self.settings.density(name)
         settings = self.density_settings(name, chosen)
         if key(settings) not in self._densities:
+            self.fit_densities([(name, chosen)])
             path = self.cache.density(settings)
-            # Its record is looked at, too, which is refused if another version wrote it.
-            if self.cache.get(settings, "fit") is None or not path.exists():
-                self._fit(name, chosen, settings)
             density = store.load(path).to(self.device)
-            self._check_density(path, density, chosen)
+            check_density(path, density, chosen, self.data.shape)
             if isinstance(density, ConvDMFA):
                 density.to(memory_format=torch.channels_last)
             self._densities[key(settings)] = density.eval().requires_grad_(False)
         return self._densities[key(settings)]
 
-    def _check_density(self, path: Path, density: nn.Module, chosen: AnySettings) -> None:
-        """The file may be another's."""
-        wanted = make_density(chosen, self.data.shape)
-        found, asked = ({"shape": None, **getattr(d, "config", dict)()} for d in (density, wanted))
-        if isinstance(wanted, SMFA):
-            asked["shape"] = list(self.data.shape)
-        if type(density) is not type(wanted) or found != asked:
-            raise ValueError(f"cannot load {path}: it holds another density than its name stands for")
+    def fit_densities(self, wanted: Iterable[tuple[str, AnySettings]]) -> None:
+        """Train densities, by their names and settings, that are not there yet; those that can be, side by side.
 
-    def _fit(self, name: str, chosen: AnySettings, settings: dict[str, Any]) -> None:
-        self.say(f"{self.data.title}, {self.shape}: learning what may be missing ({TITLES[name]})")
+        A density alone leaves most of a GPU idle: its kernels are small, and wait for each other.
+        """
+        groups: dict[Any, dict[str, Fit]] = {}
+        for name, chosen in wanted:
+            settings = self.density_settings(name, chosen)
+            # Its record is looked at, too, which is refused if another version wrote it.
+            if self.cache.get(settings, "fit") is None or not self.cache.density(settings).exists():
+                groups.setdefault(group_of(chosen), {})[key(settings)] = name, chosen, settings
+        for fits in groups.values():
+            self._fit(list(fits.values()))
+
+    def _fit(self, fits: Sequence[Fit]) -> None:
+        names, chosen, settings = zip(*fits, strict=True)
+        titles = ", ".join(TITLES[name] for name in names)
+        self.say(f"{self.data.title}, {self.shape}: learning what may be missing ({titles})")
         clock = time.perf_counter()
-        density = make_density(chosen, self.data.shape)
-        checkpoint = self.cache.running(settings)
-        if isinstance(density, SMFA):
+        densities = [make_density(each, self.data.shape) for each in chosen]
+        checkpoint = self.cache.running(list(settings))
+        if isinstance(densities[0], SMFA):
             # What is missing was erased, so that no method can read it; bytes have no NaN.
             x = as_floats(self.train.images, BYTE)
-            history = fit_density(
-                density, x, self.train.observed, epochs=chosen.epochs, checkpoint=checkpoint, fabric=self.fabric,
-                progress=self.progress,
-            )  # fmt: skip
+            histories = [
+                fit_density(
+                    densities[0], x, self.train.observed, epochs=chosen[0].epochs, checkpoint=checkpoint,
+                    fabric=self.fabric, progress=self.progress,
+                )
+            ]  # fmt: skip
             seconds = time.perf_counter() - clock
         else:
-            images = self.whole("train") if _learns_from_complete(chosen) else self.train
-            job = job_of(density, chosen, images, self.fabric)
-            (history,) = train(
-                [job], self.fabric, epochs=chosen.epochs, checkpoint=checkpoint, checkpoint_seconds=self.pause,
-                progress=self.progress, title=TITLES[name],
+            images = self.whole("train") if learns_from_complete(chosen[0]) else self.train
+            jobs = [job_of(*each, images, self.fabric) for each in zip(densities, chosen, strict=True)]
+            histories = train(
+                jobs, self.fabric, epochs=chosen[0].epochs, checkpoint=checkpoint, checkpoint_seconds=self.pause,
+                progress=self.progress, title=titles,
             )  # fmt: skip
-            seconds = job.seconds
-        # The density last: where there is one, there is its record.
-        fitted = {**self.circumstances(), "shape": settings["shape"], "seconds": seconds, "history": history}
-        self.cache.keep(settings, {"kind": "fit", **fitted})
-        store.save(density.eval(), self.cache.density(settings))
+            seconds = jobs[0].seconds  # each has the same share
+        for density, each, history in zip(densities, settings, histories, strict=True):
+            fitted = {**self.circumstances(), "shape": each["shape"], "seconds": seconds, "history": history}
+            self.cache.keep(each, {"kind": "fit", **fitted, "side_by_side": len(fits)})
+            # The density last: where there is one, there is its record.
+            store.save(density.eval(), self.cache.density(each))
         checkpoint.unlink(missing_ok=True)
 
     def quality(self, name: str) -> Record:
@@ -256,6 +271,10 @@ class Experiment:
     def run(self, methods: Sequence[str], seeds: Sequence[int]) -> list[Record]:
         """The records of all methods with all seeds; those that are not there yet are trained."""
         return self.records(methods, seeds, self.unit, self._train)
+
+    def is_done(self, methods: Sequence[str], seeds: Sequence[int]) -> bool:
+        """Whether nothing of this is left to train."""
+        return all(self.cache.get(self.unit(name, seed)) for name in methods for seed in seeds)
 
     def records(
         self,
@@ -393,10 +412,6 @@ class Experiment:
             "versions": versions(self.device),
             "commit": commit(),
         }
-
-
-def _learns_from_complete(settings: AnySettings) -> bool:
-    return isinstance(settings, FlowSettings) or settings.complete
 
 
 def _at(take: Take, rows: Tensor) -> Take:

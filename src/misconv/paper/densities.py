@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +22,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TITLES",
+    "AnySettings",
     "DensitySettings",
+    "check_density",
+    "group_of",
     "job_of",
     "learning_rate_of",
+    "learns_from_complete",
     "make_density",
 ]
 
@@ -75,7 +80,34 @@ class DensitySettings:
     complete: bool = False
 
 
-def job_of(density: nn.Module, settings: DensitySettings | FlowSettings, data: IncompleteImages, fabric: Fabric) -> Job:
+AnySettings = DensitySettings | FlowSettings
+
+
+def learns_from_complete(settings: AnySettings) -> bool:
+    """Whether it is given complete images, and serves all shapes."""
+    return isinstance(settings, FlowSettings) or settings.complete
+
+
+def group_of(settings: AnySettings) -> tuple[Any, ...]:
+    """Densities of one group can be trained side by side: they have the same images, batches and epochs.
+
+    EM has no batches, so that each SMFA is a group of its own.
+    """
+    alone = settings if isinstance(settings, DensitySettings) and settings.kind == "SMFA" else None
+    return settings.batch_size, settings.epochs, learns_from_complete(settings), alone
+
+
+def check_density(path: Path, density: nn.Module, settings: AnySettings, shape: tuple[int, int, int]) -> None:
+    """The file of a density may hold another's."""
+    wanted = make_density(settings, shape)
+    found, asked = ({"shape": None, **getattr(d, "config", dict)()} for d in (density, wanted))
+    if isinstance(wanted, SMFA):
+        asked["shape"] = list(shape)
+    if type(density) is not type(wanted) or found != asked:
+        raise ValueError(f"cannot load {path}: it holds another density than its name stands for")
+
+
+def job_of(density: nn.Module, settings: AnySettings, data: IncompleteImages, fabric: Fabric) -> Job:
     """The training of a density on incomplete images, of a flow on complete ones, for `misconv._train.train`."""
     if isinstance(settings, FlowSettings):
         return flow_job(density, settings, data.images, fabric)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from misconv.paper import generation, splitting
 from misconv.paper.classification import Experiment
 from misconv.paper.coding import MISCODED, run_coding
+from misconv.paper.densities import DensitySettings
 from misconv.paper.recipe import RecipeSettings, Runs, recipe_of
 from misconv.paper.rows import ROWS
 from misconv.paper.scores import Record
@@ -87,9 +88,14 @@ def _by_objective(experiment: Experiment, seeds: Sequence[int]) -> list[Record]:
     densities = {"paper": paper.dmfa, "ours": replace(paper.dmfa, objective=OBJECTIVE)}
     if experiment.data.name in AUTHORS:
         densities["authors"] = replace(AUTHORS[experiment.data.name], epochs=paper.dmfa.epochs)
+
+    def by(density: DensitySettings) -> Experiment:  # made anew, so that what one density says is not kept for all
+        return experiment.by(replace(paper, dmfa=density))
+
+    experiment.fit_densities([("dmfa", each) for each in densities.values() if not by(each).is_done(BOTH, seeds)])
     found: list[Record] = []
     for name, density in densities.items():
-        records = experiment.by(replace(paper, dmfa=density)).run(BOTH, seeds)
+        records = by(density).run(BOTH, seeds)
         found += [{**record, "kind": "objective", "objective": name} for record in records]
     return found
 

@@ -64,6 +64,7 @@ def run_variants(
     groups: dict[RecipeSettings, list[str]] = {}
     for name in names:
         groups.setdefault(_changed(recipe, VARIANTS[name].changes), []).append(name)
+    experiment.fit_densities([("unet", changed.density) for changed in _to_train(experiment, groups, seeds)])
     found: dict[str, list[Record]] = {}
     for changed, members in groups.items():
         rows = [VARIANTS[name].row for name in members]
@@ -71,6 +72,18 @@ def run_variants(
         for name, row in zip(members, rows, strict=True):
             found[name] = [{**r, "kind": "ingredient", "variant": name} for r in records if r["method"] == row]
     return [record for name in names for record in found[name]]
+
+
+def _to_train(
+    experiment: Experiment, groups: dict[RecipeSettings, list[str]], seeds: Sequence[int]
+) -> list[RecipeSettings]:
+    """The recipes of which something is left to train."""
+    return [
+        changed
+        for changed, members in groups.items()
+        if len(Runs(experiment, changed).known([VARIANTS[name].row for name in members], seeds))
+        < len(members) * len(seeds)
+    ]
 
 
 def known_variants(
