@@ -147,12 +147,28 @@ def test_what_is_no_file_of_records_is_refused(tool: dict[str, Any], tmp_path: P
 
 
 def test_a_seeded_folder_knows_what_is_there(tool: dict[str, Any], tmp_path: Path) -> None:
-    known = [record("mask", 0), record("misconv", 0, "whole", "ingredient", variant="whole")]
+    known = [
+        record("mask", 0),
+        record("misconv", 0, "whole", "ingredient", variant="whole"),
+        record("mfa", 0, "ours", "objective", objective="ours"),
+    ]
     results, _ = files(tool, tmp_path, known, known)
     tool["main"](["--results", str(results), "seed", str(tmp_path / "cache")])
     cache = Cache(tmp_path / "cache")
     assert cache.get(known[0]["settings"], "recipe") == known[0]
-    assert cache.get(known[1]["settings"]) is None  # a variant of the recipe stands there as a row of it
+    # What a table shows under a name of its own stands there as what it is: a row of a recipe, or of Table 1.
+    variant, objective = (cache.get(each["settings"]) for each in known[1:])
+    assert variant == record("misconv", 0, "whole")
+    assert objective == record("mfa", 0, "ours", "classification")
+
+
+def test_what_is_published_is_not_trained_again(tool: dict[str, Any], tmp_path: Path) -> None:
+    """A folder that is seeded with all of it knows every row by what it is asked for."""
+    tool["main"](["--results", str(RESULTS), "seed", str(tmp_path)])
+    cache = Cache(tmp_path)
+    for name, kind in (("cifar10-recipe", "recipe"), ("cifar10-objectives", "classification")):
+        for each in tool["read"](RESULTS / f"{name}.json"):
+            assert cache.get(each["settings"], kind) is not None
 
 
 def test_what_is_merged_is_read_by_the_page(tool: dict[str, Any], tmp_path: Path) -> None:

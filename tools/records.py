@@ -45,7 +45,14 @@ INGREDIENT = "ingredient"  # whose rows differ otherwise, but not in images, epo
 PARTS = (
     "kind", "dataset", "shape", "method", "seed", "variant", "share", "coding", "objective", "density",
 )  # of a row  # fmt: skip
-SEEDED = ("recipe", "transfer", "share")  # the kinds that are in a folder as they are in results/paper
+# What the record of a unit is in a folder: its kind, and what a table that shows it has added.
+UNITS: dict[str, tuple[str, tuple[str, ...]]] = {
+    **{kind: (kind, ()) for kind in ("recipe", "transfer", "share", "classification", "wae", "flow_matching")},
+    "ingredient": ("recipe", ("variant",)),
+    "coding": ("classification", ("coding",)),
+    "objective": ("classification", ("objective",)),
+    "slanted": ("classification", ()),
+}
 
 
 def read(path: Path) -> list[Record]:
@@ -144,8 +151,10 @@ def seed(folder: Path, results: Path) -> int:
     cache, count = Cache(folder), 0
     for path in sorted(results.glob("*.json")):
         for record in read(path):
-            if record["kind"] in SEEDED:
-                cache.keep(record["settings"], record)
+            if record["kind"] in UNITS:
+                kind, added = UNITS[record["kind"]]
+                kept = {name: value for name, value in record.items() if name not in added}
+                cache.keep(record["settings"], kept | {"kind": kind})
                 count += 1
     return count
 
