@@ -326,7 +326,8 @@ def test_ways_of_an_earlier_call_are_shown_too(tmp_path: Path) -> None:
 def test_a_teacher_is_an_average_and_sees_less_hidden(tmp_path: Path) -> None:
     torch.manual_seed(0)
     taught = Taught(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2)))
-    assert all(p.requires_grad == name.startswith("student") for name, p in taught.named_parameters())
+    assert all(p.requires_grad and name.startswith("student") for name, p in taught.named_parameters())
+    assert {*taught.teacher.state_dict()} == {*taught.student.state_dict()}
     more, less = torch.randn(2, 5, 3)
     before = taught.teacher[0].weight.clone()
     with torch.no_grad():
@@ -338,6 +339,9 @@ def test_a_teacher_is_an_average_and_sees_less_hidden(tmp_path: Path) -> None:
         taught.student[0].weight.add_(1.0)
     said, answers = taught(more, less)
     assert torch.allclose(taught.teacher[0].weight, before + 0.9 + 1.1 * (1 - DECAY), atol=1e-5)
+    statistics = taught.student[1].running_mean  # of two batches, the first of which the teacher has had a share of
+    assert not torch.equal(statistics, taught.teacher[1].running_mean)
+    assert torch.equal(taught.teacher[1].weight, taught.student[1].weight)  # which nothing has changed
     assert torch.equal(answers, taught.teacher(less))  # no dropout, no statistics of the batch
     assert said.requires_grad
     assert not answers.requires_grad
@@ -363,6 +367,16 @@ def test_a_taught_network_learns_and_reads_no_hidden_pixel(tmp_path: Path) -> No
     assert essence(plain) != essence(records)
     (work,) = Runs(Spied(tmp_path / "a"), taught).networks(["misconv"], [0]).values()
     assert isinstance(work.network, Taught)
+    # What is tested is the average of the best epoch, not the weights that it began with.
+    runs = Runs(Spied(tmp_path / "a"), taught)
+    held = runs.experiment.split[1]
+    take, labels = runs.given(work, runs.experiment.train, {}), runs.experiment.labels[0][held]
+    right = (work.network(take(held)).argmax(1) == labels).double().mean()
+    assert float(right) == pytest.approx(records[0]["accuracy_validation"])
+    began = Runs(Spied(tmp_path / "c"), taught).experiment.network(row_named("misconv").first_layer, "small", 0)
+    for name, value in began.state_dict().items():
+        if value.is_floating_point():
+            assert not torch.equal(value, work.network.teacher.state_dict()[name]), name
     with pytest.raises(ValueError, match="a teacher must be without joint fine-tuning"):
         Runs(Spied(tmp_path), replace(SMALL, tuned=1, teacher=1.0))
 

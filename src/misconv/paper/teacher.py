@@ -32,7 +32,8 @@ class Taught(nn.Module):
     def __init__(self, student: nn.Module) -> None:
         super().__init__()
         self.student = student
-        self.teacher = copy.deepcopy(student).requires_grad_(False).eval()
+        # A training gives frozen parameters back as they came; these change, so they are buffers.
+        self.teacher = _with_buffers_alone(copy.deepcopy(student)).eval()
         self.register_buffer("steps", torch.zeros(()))
         self.steps: Tensor
 
@@ -55,10 +56,19 @@ class Taught(nn.Module):
         """Of parameters and of the statistics of BatchNorm, but not of counts."""
         self.steps += 1
         share = (9 / (9 + self.steps)).clamp_min(1 - DECAY)  # of what is new
-        pairs = zip(self.teacher.state_dict().values(), self.student.state_dict().values(), strict=True)
-        for average, new in pairs:
+        averages = self.teacher.state_dict()
+        for name, new in self.student.state_dict().items():
             if new.is_floating_point():
-                average.lerp_(new, share.to(new.device, new.dtype))
+                averages[name].lerp_(new, share.to(new.device, new.dtype))
+
+
+def _with_buffers_alone(module: nn.Module) -> nn.Module:
+    """The same module, whose parameters have become buffers of the same names."""
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            delattr(part, name)
+            part.register_buffer(name, parameter.detach())
+    return module
 
 
 def teaching_loss(
