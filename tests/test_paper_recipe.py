@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from misconv import data, impute, missing
-from misconv.paper import coding, command, evidence, letters, recipe, splitting
+from misconv.paper import coding, command, evidence, letters, printed, recipe, splitting
 from misconv.paper.augment import Augmented, FreshlyHidden, Versions
 from misconv.paper.recipe import RECIPES, Joint, Runs, Work
 from misconv.paper.regions import ALL_SHAPES, all_shapes
@@ -445,6 +445,27 @@ def test_table_b_tells_what_added_seeds_say_by_themselves() -> None:
     for record in records:  # a single seed that was trained again says nothing, nor does one of a run that is not known
         record["commit"] = {0: "c" * 40, 1: None}.get(record["seed"], "b" * 40)
     assert not any("another run" in note for note in evidence.make_letter("B", records).notes)
+
+
+def test_variants_of_another_run_than_the_whole_are_named() -> None:
+    about = {"method": "misconv", "accuracy_incomplete": 0.8, "accuracy_validation": 0.8, "epochs": 20}
+    runs = {"whole": "a", "tuned": "a", "components": "b"}
+    records = [r for v, c in runs.items() for r in recorded("ingredient", **about, variant=v, commit=c * 40)]
+    (note,) = (note for note in evidence.make_letter("C", records).notes if "another run" in note)
+    assert note.endswith("trained anew: SVHN (re-cropped) with K = 3.")
+    together = [r for r in records if r["variant"] != "components"]
+    assert not any("another run" in note for note in evidence.make_letter("C", together).notes)
+
+
+def test_how_far_each_coding_is_from_the_papers_numbers() -> None:
+    printed_here = printed.incomplete("svhn")
+    records = [
+        {**recorded("coding", method=m, coding=c)[0], "accuracy_incomplete": printed_here[m] + apart}
+        for c, by_method in (("wrong", (0.01, -0.02, 0.03)), ("right", (0.2, 0.2, 0.2)))
+        for m, apart in zip(coding.MISCODED, by_method, strict=True)
+    ]
+    (note,) = (note for note in evidence.make_letter("D", records).notes if "points between" in note)
+    assert note.endswith("the printed ones, the mean: coded −1 2.0, coded right 20.0.")
 
 
 @pytest.mark.parametrize(("letter", "kind"), [("A", "transfer"), ("B", "recipe"), ("C", "ingredient")])

@@ -258,7 +258,7 @@ def earlier() -> str:
     return (
         "- Before, the classifiers had one step down and that ReLU. On SVHN every image then got the same answer in "
         f"{dead} of {len(paper)} trainings, whatever the method; where we looked, all 20 units of the ReLU had died "
-        "within 500 steps. Table D has a likelier cause of the low numbers that the paper prints for some methods."
+        "within 500 steps. Table D shows a likelier cause of the low numbers that the paper prints for some methods."
     )
 
 

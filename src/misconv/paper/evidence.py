@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from misconv.paper import printed
+from misconv.paper.coding import MISCODED
 from misconv.paper.measures import MEASURES
 from misconv.paper.methods import BY_NAME
 from misconv.paper.recipe import recipe_of
@@ -270,8 +271,21 @@ def ingredients(records: Sequence[Record], datasets: Sequence[str] | None = None
     top = f"Accuracy on incomplete images. {over_seeds(counts)}." if counts else NOT_YET
     top += f" {HOLM}" if _is_tested(rows) else ""
     columns = ["data set", "variant", "validation", "test", f"points over {VARIANTS[WHOLE].title}"]
-    notes = [top, *_trained(mine, sets), *_densities(mine, sets)]
+    notes = [top, *_trained(mine, sets), *_densities(mine, sets), *_of_other_runs(mine, sets)]
     return Table("C", "What the ingredients of the recipe are worth", columns, rows, notes, text=2)
+
+
+def _of_other_runs(records: Sequence[Record], datasets: Sequence[str]) -> list[str]:
+    """Variants that were not run with the whole recipe: their density was trained by the same settings, but anew."""
+    told = []
+    for dataset in datasets:
+        here = of(records, dataset=dataset)
+        together = {r.get("commit") for r in of(here, variant=WHOLE)}
+        others = {r["variant"]: r for r in here if together and r.get("commit") not in together}
+        titles = [VARIANTS[name].title for name in VARIANTS if name in others]
+        if titles:
+            told.append(f"{title_of(records, dataset)} {', '.join(titles)}")
+    return [f"Of another run than the whole recipe, with a density trained anew: {'; '.join(told)}."] if told else []
 
 
 # D: the paper explained ----------------------------------------------------------------------------------------------
@@ -280,22 +294,30 @@ def ingredients(records: Sequence[Record], datasets: Sequence[str] | None = None
 def coding(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
     """Table D."""
     mine = of(records, kind="coding", shape="square")
-    rows, ahead, counts = [], [], []
+    rows, ahead, counts, apart = [], [], [], []
     for dataset in datasets_of(mine, datasets, ("svhn", "cifar10")):
         title, paper = title_of(mine, dataset), printed.incomplete(dataset)
-        for method in ("mask", "partial", "misconv_smfa"):
-            found = {c: scores(mine, dataset=dataset, method=method, coding=c) for c in ("wrong", "right")}
+        by_coding = {
+            coded: {m: scores(mine, dataset=dataset, method=m, coding=c) for m in MISCODED}
+            for c, coded in (("wrong", "coded −1"), ("right", "coded right"))
+        }
+        apart.append(_apart(title, by_coding, paper))
+        for method in MISCODED:
+            found = {coded: by_method[method] for coded, by_method in by_coding.items()}
             cells = [NOT_YET if cell == NOTHING else cell.replace("**", "") for cell in cells_of(found).values()]
             rows.append([title, BY_NAME[method].title, as_number(paper.get(method)), *cells])
             place = f"{title}, {BY_NAME[method].title}"
             counts.append((place, seed_count(found)))
             if all(found.values()):
-                ahead.append((place, margin("coded −1", found["wrong"], "coded right", found["right"])))
+                (wrong, theirs), (right, ours) = found.items()
+                ahead.append((place, margin(wrong, theirs, right, ours)))
     corrected = holm([each for _, each in ahead])
     told = [f"{place}, {each}." for (place, _), each in zip(ahead, corrected, strict=True)]
     heads = ["data set", "method", "printed in the paper", "coded −1 in training, 0 in the test", "coded right"]
     top = f"Accuracy on incomplete test images. {over_seeds(counts)}. p corrected by Holm's method for all of these."
-    return Table("D", "Why three methods collapse in the paper", heads, rows, [top, *told], text=2)
+    return Table(
+        "D", "Why three methods collapse in the paper", heads, rows, [top, *filter(None, apart), *told], text=2
+    )
 
 
 def slanted(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
@@ -314,23 +336,23 @@ def slanted(records: Sequence[Record], datasets: Sequence[str] | None = None) ->
         for name in known:
             ours = [NOT_YET if each[name] == NOTHING else each[name] for each in cells]
             rows.append([title, BY_NAME[name].title, as_number(paper.get(name)), *ours])
-        told += _apart(title, by_shape, paper)
+        named = {"from edge to edge": by_shape["trapezoid"], "one side of a cut": by_shape["cut"]}
+        told.append(_apart(title, named, paper, without="partial"))  # whose printed number has a cause of its own
     heads = ["data set", "method", "printed in the paper", "from edge to edge, anywhere", "one side of a slanted cut"]
-    notes = [f"Accuracy on incomplete test images. {over_seeds(counts)}.", *told] if counts else [NOT_YET]
+    top = f"Accuracy on incomplete test images. {over_seeds(counts)}." if counts else NOT_YET
+    notes = [note for note in (top, *told) if note]
     return Table("E", "Which trapezoids the paper may have had", heads, rows, notes, text=2)
 
 
-def _apart(title: str, by_shape: Mapping[str, Mapping[str, Scores]], paper: Mapping[str, float]) -> list[str]:
-    """How far the accuracies with each region are from the printed ones; PC's printed one has a cause of its own."""
-    names = {"trapezoid": "from edge to edge", "cut": "one side of a cut"}
+def _apart(title: str, ours: Mapping[str, Mapping[str, Scores]], paper: Mapping[str, float], without: str = "") -> str:
+    """How far the accuracies of each kind of runs are from the printed ones, the mean over methods; "" if unknown."""
     parts = []
-    for shape, found in by_shape.items():
-        apart = [abs(fmean(s.values()) - paper[m]) for m, s in found.items() if s and m in paper and m != "partial"]
+    for kind, found in ours.items():
+        apart = [abs(fmean(s.values()) - paper[m]) for m, s in found.items() if s and m in paper and m != without]
         if apart:
-            parts.append(f"{names[shape]} {100 * fmean(apart):.1f}")
-    if not parts:
-        return []
-    return [f"{title}: points between our numbers and the printed ones, the mean without PC: {', '.join(parts)}."]
+            parts.append(f"{kind} {100 * fmean(apart):.1f}")
+    mean = f"the mean without {BY_NAME[without].title}" if without else "the mean"
+    return f"{title}: points between our numbers and the printed ones, {mean}: {', '.join(parts)}." if parts else ""
 
 
 # F: the paper's densities by two objectives --------------------------------------------------------------------------
