@@ -24,7 +24,7 @@ from misconv._train import jobs as _jobs
 from misconv._train import running as _running
 from misconv.data import ImageSet
 from misconv.paper import cache as caches
-from misconv.paper import classification, densities, methods, plus
+from misconv.paper import classification, densities, methods
 from misconv.paper.cache import FORMAT, Cache, as_json, key
 from misconv.paper.classification import Experiment, Trained
 from misconv.paper.densities import DensitySettings
@@ -46,12 +46,7 @@ SETTINGS = Settings(
     acflow=FlowSettings(epochs=1, scales=2, width=2, blocks=1, batch_size=40),
 )
 METHODS = [method.name for method in TRAINED]
-# MisConv+ in small; what it says of masks, shifts and the rest stays.
-_OWN = plus.PLUS["digits"].density
-assert isinstance(_OWN, DensitySettings)
-PLUS_DENSITY = replace(_OWN, rank=2, widths=(4, 8), depths=(1, 1, 1), epochs=1)
-RECIPE = replace(plus.PLUS["digits"], epochs=1, flip=True, batch_size=40, density=PLUS_DENSITY)
-DENSITIES = {"smfa": SETTINGS.smfa, "dmfa": SETTINGS.dmfa, "plus": PLUS_DENSITY}
+DENSITIES = {"smfa": SETTINGS.smfa, "dmfa": SETTINGS.dmfa}
 FIELDS = {
     "dataset", "shape", "method", "seed", "accuracy_incomplete", "accuracy_complete", "epoch", "seconds", "settings", "device",
     "versions", "commit",
@@ -61,8 +56,6 @@ FIELDS = {
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """In small, git asked once, and no waiting for the disk, which nobody pulls out."""
     torch.set_default_dtype(torch.float32)
-    monkeypatch.setitem(plus.PLUS, "digits", RECIPE)
-    monkeypatch.setitem(plus.VARIANTS, "with joint fine-tuning", {"tuned": 1})
     monkeypatch.setattr(classification, "commit", asked_once)
     monkeypatch.setattr(store.os, "fsync", lambda number: None)
 
@@ -150,10 +143,10 @@ def essence(records: Sequence[Record]) -> list[Record]:
 
 
 def everything(images: ImageSet, filler: float = 0.0) -> tuple[list[Record], Spied]:
-    """An epoch of every method and of every variant of MisConv+."""
+    """An epoch of every method."""
     with tempfile.TemporaryDirectory() as folder:
         experiment = Spied(folder, images, filler=filler)
-        records = experiment.run(METHODS, [0]) + plus.run_plus(experiment, [0], tuple(plus.VARIANTS))
+        records = experiment.run(METHODS, [0])
         for kind, chosen in DENSITIES.items():
             experiment.density(kind, chosen)
     return records, experiment
@@ -174,7 +167,7 @@ def test_hidden_pixels_reach_no_method_but_those_with_a_star(poison: str) -> Non
     else:
         parts = {part: garbage(getattr(images, part), getattr(original, part).observed) for part in ("train", "test")}
         records, experiment = everything(replace(images, **parts))
-    assert len(records) == len(METHODS) + len(plus.VARIANTS) == len(experiment.networks)
+    assert len(records) == len(METHODS) == len(experiment.networks)
     for name, network in experiment.networks.items():
         # Those with a star are the proof that a difference would be seen; a filler is not for those who see all.
         unchanged = poison == "nan" or not method_named(name[0]).sees_complete
@@ -493,8 +486,6 @@ def test_an_unknown_shape_or_method_is_refused(tmp_path: Path) -> None:
         Spied(tmp_path, shape="circle")
     with pytest.raises(ValueError, match="method must be one of zero, .*, got 'magic'"):
         Spied(tmp_path).run(["magic"], [0])
-    with pytest.raises(ValueError, match="method must be one that this experiment can train, got 'misconv_plus'"):
-        Spied(tmp_path).run(["misconv_plus"], [0])
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -510,9 +501,7 @@ def test_records_carry_all_that_is_needed() -> None:
             "classification", "digits", "digits", "square",
         )  # fmt: skip
         assert record["seed"] == 0
-        tuned = plus.VARIANTS.get(record.get("variant", ""), {}).get("tuned", 0)
-        assert record["epochs"] == 1 + tuned
-        assert 1 <= record["epoch"] <= record["epochs"]
+        assert record["epoch"] == record["epochs"] == 1
         assert record["seconds"] > 0
         assert record["device"].startswith("cpu")
         assert record["versions"]["torch"] == torch.__version__
@@ -781,9 +770,9 @@ def test_a_density_by_settings_of_its_own_changes_nothing_of_the_experiment(tmp_
     experiment = Spied(tmp_path)
     settings, before = experiment.settings, experiment.unit("misconv_dmfa", 0)
     chosen = [replace(SETTINGS.dmfa, rank=rank) for rank in (1, 3)]
-    found = [experiment.density("plus", each) for each in chosen]
+    found = [experiment.density("unet", each) for each in chosen]
     assert [density.rank for density in found] == [1, 3]
-    assert [experiment.density("plus", each) for each in chosen] == found
+    assert [experiment.density("unet", each) for each in chosen] == found
     assert (experiment.settings, experiment.unit("misconv_dmfa", 0)) == (settings, before)
     assert experiment.density("dmfa").rank == 2
 

@@ -23,9 +23,8 @@ from misconv import ConvDMFA, cli, data, store
 from misconv._train import engine as _engine
 from misconv.bench import command as bench
 from misconv.cli_tables import paper_tables
-from misconv.paper import classification, command, plus, tables
+from misconv.paper import classification, command, tables
 from misconv.paper.cache import FORMAT
-from misconv.paper.densities import DensitySettings
 from misconv.paper.methods import METHODS, method_named
 from misconv.paper.settings import SETTINGS, Settings
 
@@ -44,14 +43,10 @@ def _single_precision() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _two_epochs() -> Iterator[None]:
     """Of everything, so that a training can be stopped in its middle."""
-    settings, recipe = SETTINGS["digits"], plus.PLUS["digits"]
+    settings = SETTINGS["digits"]
     digits = Settings(*(replace(getattr(settings, f.name), epochs=2) for f in fields(settings)))
-    assert isinstance(recipe.density, DensitySettings)
-    small = replace(recipe, epochs=2, density=replace(recipe.density, epochs=2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SETTINGS, "digits", digits)
-        patch.setitem(plus.PLUS, "digits", small)
-        patch.setitem(plus.VARIANTS, "with joint fine-tuning", {"tuned": 2})
         yield
 
 
@@ -89,8 +84,7 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any, **options: Any) -> None:
         raise AssertionError("something was trained")
 
-    for module in (classification, plus):
-        monkeypatch.setattr(module, "train", fail)
+    monkeypatch.setattr(classification, "train", fail)
     monkeypatch.setattr(classification, "fit_density", fail)
 
 
@@ -119,8 +113,7 @@ def test_a_table_has_all_its_rows(first: tuple[Path, Result]) -> None:
     out, result = first
     assert result.stderr == ""
     # On a GPU all classifiers are branches of one graph; on a CPU the seeds of a method take turns.
-    paper = [name for name in HERE if name != "MisConv+"]  # which is trained apart
-    trained = ", ".join(paper) + f"; {2 * len(paper)}" if torch.cuda.is_available() else "zero; 2"
+    trained = ", ".join(HERE) + f"; {2 * len(HERE)}" if torch.cuda.is_available() else "zero; 2"
     assert f"digits, square: training {trained} side by side\n" in result.stdout
     assert "Table 1: Accuracy on incomplete test images" in result.stdout
     for name in HERE:
@@ -200,9 +193,8 @@ def test_what_is_there_is_only_printed(file: Path, first: tuple[Path, Result]) -
         assert other.stdout.strip().startswith(f"Table {number}: Accuracy")
         assert all(title in " ".join(other.stdout.split()) for title in titles)
         assert (out / f"table-{number}-digits.json").is_file()
-    fewer = digits("2", file, out, "--no-plus", seeds=1)
+    fewer = digits("2", file, out, seeds=1)
     assert "One seed." in fewer.stdout
-    assert "MisConv+" not in fewer.stdout  # a row that nobody asked for
 
 
 @pytest.mark.usefixtures("no_training")
@@ -249,7 +241,7 @@ def test_shapes_share_the_classifiers_of_complete_images(
     file: Path, first: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "TRAINED", tuple(map(method_named, ("acflow", "gt"))))
-    result = digits("9", file, first[0], "--no-plus", seeds=1)
+    result = digits("9", file, first[0], seeds=1)
     assert result.exit_code == 0, result.output
     assert "training GT" not in result.stdout
     assert "learning what may be missing" not in result.stdout  # one flow serves all shapes
@@ -264,19 +256,6 @@ def test_the_quality_of_densities(file: Path, first: tuple[Path, Result]) -> Non
     for name in ("SMFA", "DMFA", r"ACFlow \*"):
         assert re.search(rf"^ *digits +{name}( +−?[\d.]+){{4}} *$", shown(result), re.MULTILINE)
     assert [r["kind"] for r in read(first[0] / "table-7-digits.json")] == ["density"] * 3
-
-
-def test_the_ablation_has_all_variants(file: Path, first: tuple[Path, Result]) -> None:
-    result = digits("ablation", file, first[0], seeds=1)
-    assert result.exit_code == 0, result.output
-    wanted = [*(v for v in plus.VARIANTS if v != "without shifts"), tables.PAPER]  # digits are not shifted anyway
-    for variant in wanted:
-        assert re.search(rf"^ *{re.escape(variant)} +1?\.\d+ +1?\.\d+ +[–−+][\d.]* *$", result.stdout, re.MULTILINE), (
-            variant
-        )
-    records = read(first[0] / "table-ablation-digits.json")
-    assert [r["variant"] for r in records] == wanted
-    assert {r["kind"] for r in records} == {"ablation"}
 
 
 def test_several_data_sets_stand_side_by_side(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +324,7 @@ def test_the_time_of_the_layer_is_measured_once(tmp_path: Path, monkeypatch: pyt
 
 def test_a_narrow_terminal_loses_nothing() -> None:
     heads = ["method", "MNIST (paper)", "MNIST (here)", "SVHN (paper)", "SVHN (re-cropped, here)"]
-    rows = [["zero", ".910", "**.926 ± .001**", ".679", ".710 ± .002"], ["MisConv+", "–", ".925 ± .003", "–", "–"]]
+    rows = [["zero", ".910", "**.926 ± .001**", ".679", ".710 ± .002"], ["supMIWAE", "–", ".925 ± .003", "–", "–"]]
     made = tables.Table(1, "Accuracy", heads, rows)
     for width, parts in ((160, 1), (61, 1), (60, 2)):
         found = list(paper_tables(made, width))
@@ -371,7 +350,7 @@ def refused(result: Result, message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["one"], "the table must be 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, A, B, C, D, E, F, figure-A, ablation, figure-2 or figures, got 'one'"),
+        (["one"], "the table must be 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, A, B, C, D, E, F, figure-A, figure-2 or figures, got 'one'"),
         (["3"], "--dataset must be given for 3, because celeba, one of the paper's, comes only with --data FILE; for example --dataset mnist"),
         (["1", "--dataset", "imagenet"], "--dataset must be one of digits, mnist, svhn, cifar10, or come with --data FILE, got 'imagenet'"),
         (["1", "--dataset", "digits", "--dataset", "digits"], "--dataset must name each data set once, got digits 2 times"),
@@ -385,7 +364,6 @@ def refused(result: Result, message: str) -> None:
         (["1", "--dataset", "digits", "--device", "cuda"], "--device cuda needs a GPU that torch can use, and there is none; --device cpu works anywhere"),
         (["10", "--dataset", "digits"], "table 10 times the layer, and takes no --dataset"),
         (["10", "--data", "a.npz"], "table 10 times the layer, and takes no --data"),
-        (["ablation", "--no-plus"], r"the ablation is of MisConv\+, which --no-plus leaves out"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_had_is_refused_before_the_work(

@@ -304,7 +304,7 @@ def test_a_density_gets_no_gradient_by_the_way() -> None:
 def test_methods_have_names_of_their_own_and_all_that_they_need() -> None:
     """One list, in the paper's order."""
     assert [method.name for method in ALL] == [
-        "zero", "mask", "mean", "knn", "partial", "acflow", "mfa", "misconv_smfa", "misconv_dmfa", "misconv_plus", "gt",
+        "zero", "mask", "mean", "knn", "partial", "acflow", "mfa", "misconv_smfa", "misconv_dmfa", "gt",
     ]  # fmt: skip
     assert METHODS == ("zero", "mask", "mean", "knn", "partial", "acflow", "mfa", "misconv_smfa", "misconv_dmfa")
     for each in ("title", "description"):

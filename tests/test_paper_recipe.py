@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from misconv import data, impute, missing
 from misconv.paper import coding, command, evidence, letters, printed, recipe, splitting
 from misconv.paper.augment import Augmented, FreshlyHidden, Versions
+from misconv.paper.inputs import zeros_and_mask
 from misconv.paper.recipe import RECIPES, Joint, Runs, Work
 from misconv.paper.regions import ALL_SHAPES, all_shapes
 from misconv.paper.rows import ROWS, row_named
@@ -26,7 +28,7 @@ from misconv.paper.supmiwae import SupMIWAE, SupMIWAESettings, log_weights
 from misconv.paper.teacher import DECAY, Taught
 from misconv.paper.transfer import WAYS, run_transfer
 from misconv.paper.variants import VARIANTS, run_variants, variants_of
-from tests.test_paper_classification import Crash, Spied, dying, essence, quickly, tiny
+from tests.test_paper_classification import Crash, Spied, dying, essence, given_to_jobs, quickly, same, tiny
 
 NAMES = [row.name for row in ROWS]
 SMALL = replace(
@@ -314,6 +316,67 @@ def test_fine_tuning_begins_with_what_is_trained_already(tmp_path: Path, monkeyp
     assert stages == [[("misconv", 0)], [("misconv", 1)], both, [("mask", 0), ("mask", 1)]]
     assert essence(tuned) == essence(alone)
     assert [each["seconds"] > plain[0]["seconds"] for each in tuned[:1]] == [True]
+
+
+@pytest.fixture
+def _later_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tuned networks are the better ones, whatever a few images say."""
+    best = recipe._best
+    later = count()
+    monkeypatch.setattr(recipe, "_best", lambda history: {**best(history), "validation_accuracy": next(later) / 1000})
+
+
+@pytest.mark.usefixtures("_later_wins")
+def test_fine_tuning_changes_a_copy_of_the_density_by_its_own_rate(tmp_path: Path) -> None:
+    """Adam's first step is as long as the learning rate, whatever the gradient."""
+    rate, share = 1e-3, 0.01
+    one_step = {"tuned_learning_rate": rate, "density_learning_rate_scale": share, "batch_size": 108}
+    runs = Runs(Spied(tmp_path), replace(SMALL, epochs=1, **one_step))
+    works = runs.networks(["misconv", "mfa"], [0, 1]).values()
+    shared = runs.experiment.density("unet", SMALL.density)
+    before = dict(shared.state_dict())
+    assert same(Spied(tmp_path).density("unet", SMALL.density), shared)  # as it was fitted
+    tuned = []
+    for work in works:
+        assert isinstance(work.network, Joint)
+        found = dict(work.network.density.named_parameters())
+        tuned.append(torch.cat([(value - before[name]).detach().flatten() for name, value in found.items()]))
+        assert float(tuned[-1].abs().max()) == pytest.approx(rate * share, rel=0.01)
+    assert not any(torch.equal(a, b) for number, a in enumerate(tuned) for b in tuned[:number])
+
+
+def test_fine_tuning_that_makes_nothing_better_is_given_up(tmp_path: Path) -> None:
+    whole, tuned = (Runs(Spied(tmp_path), replace(SMALL, tuned=tuned, tuned_learning_rate=0.0)) for tuned in (0, 3))
+    (plain,), (other,) = (runs.run(["misconv"], [0]) for runs in (whole, tuned))
+    assert (plain["epochs"], other["epochs"], other["joint"]) == (2, 5, False)
+    for name in ("epoch", "accuracy_validation", "accuracy_incomplete", "nll"):
+        assert other[name] == plain[name]
+    networks = [work.network for runs in (whole, tuned) for work in runs.networks(["misconv"], [0]).values()]
+    assert same(*networks)
+
+
+def test_only_training_images_are_moved_and_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The split of all other methods; images that choose the epoch and those of the test are given as they are."""
+    given = given_to_jobs(monkeypatch, recipe)
+    runs = Runs(Spied(tmp_path), replace(SMALL, tuned=0))
+    records = runs.run(["mask", "misconv"], [0, 1])
+    experiment, (rows, held) = runs.experiment, runs.experiment.split
+    assert [more["seed"] for *_, more in given] == [0, 1, 0, 1]
+    density = experiment.density("unet", SMALL.density)
+    x, observed = experiment.train.at(held)
+    for number, (inputs, labels, more) in enumerate(given):
+        assert torch.equal(labels, experiment.labels[0][rows])
+        assert torch.equal(more["validation_labels"], experiment.labels[0][held])
+        chosen = more["validation_inputs"](torch.arange(len(held)))
+        wanted = zeros_and_mask(x, observed) if number < 2 else density(x, observed)
+        torch.testing.assert_close((chosen.mean, chosen.variance), (wanted.mean, wanted.variance))
+        usual = experiment.train.at(rows[:20])[1]
+        assert not torch.equal(inputs(torch.arange(20)).mean[:, :1] != 0, usual)  # moved, and more of some is hidden
+    x, observed = experiment.test.at(torch.arange(len(experiment.test)))
+    for record, work in zip(records, runs.networks(["mask", "misconv"], [0, 1]).values(), strict=True):
+        p = zeros_and_mask(x, observed) if record["method"] == "mask" else density(x, observed)
+        right = work.network(p).argmax(1) == experiment.labels[1]
+        assert float(right.double().mean()) == pytest.approx(record["accuracy_incomplete"], abs=1.01 / len(x))
 
 
 def test_ways_of_an_earlier_call_are_shown_too(tmp_path: Path) -> None:

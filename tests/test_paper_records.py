@@ -139,10 +139,8 @@ def test_what_is_no_file_of_records_is_refused(tool: dict[str, Any], tmp_path: P
     (tmp_path / "other.json").write_text("[1, 2]")
     with pytest.raises(SystemExit, match=r"other\.json must be a file of records"):
         tool["merge"]([tmp_path / "other.json"], tmp_path)
-    tool["write"](tmp_path / "table-1.json", [record("zero", 0, kind="ablation")])
-    with pytest.raises(
-        SystemExit, match="must hold records of classification, density, fit, recipe, .* got 'ablation'"
-    ):
+    tool["write"](tmp_path / "table-1.json", [record("zero", 0, kind="other")])
+    with pytest.raises(SystemExit, match="must hold records of classification, density, fit, recipe, .* got 'other'"):
         tool["merge"]([tmp_path / "table-1.json"], tmp_path)
 
 

@@ -20,11 +20,12 @@ KINDS = {
 }  # of their records
 PICTURES = {
     "B": ("recipe.png", "Accuracy by one recipe"),
+    "C": ("ingredients.png", "What ingredients are worth"),
     "figure-A": ("shares.png", "Accuracy by how much is missing"),
 }
 BLOCK_ONE = (
     "## Block one: the paper's settings\n\nNetworks, densities, epochs and learning rates are those of the paper and "
-    "of its authors' code; *MisConv+* alone has a recipe of its own."
+    "of its authors' code."
 )
 BLOCK_TWO = (
     "## Block two: one recipe for all\n\nEvery method is trained by one recipe: shifts (and flips on CIFAR-10), more "

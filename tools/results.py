@@ -35,6 +35,7 @@ from misconv.paper.methods import BASELINES, BY_NAME, METHODS
 from misconv.paper.rows import ROWS
 from misconv.paper.scores import Record
 from misconv.paper.tables import Table
+from misconv.paper.variants import VARIANTS, WHOLE
 
 ROOT = Path(__file__).parent.parent
 
@@ -51,15 +52,11 @@ CLASSES = {
     "ACFlow": ("acflow",),
     "MisConv": ("misconv_smfa", "misconv_dmfa"),
     "GT": ("gt",),
-    "MisConv+": ("misconv_plus",),
 }
 
 WORDS: dict[int | str, str] = {
     1: "Every method is trained and tested on incomplete images: a square, a quarter of the area, is missing. In bold "
-    "the best of our numbers among the methods trained on incomplete images. *mean* and *MisConv+*, a recipe of our "
-    "own with the same classifier from its second layer on, are not in the paper; it learns longer and from augmented "
-    "images. [What is left of its lead](#what-the-ingredients-of-misconv-are-worth) when imputation and the mask "
-    "are given the same recipe stands below.",
+    "the best of our numbers among the methods trained on incomplete images. *mean* is not in the paper.",
     2: "The same networks as in Table 1, tested on complete images.",
     6: "What the density is worth: the same classifier with a mixture of factor analyzers fitted to all images (SMFA), "
     "and with one that a network predicts for every image (DMFA).",
@@ -72,12 +69,6 @@ WORDS: dict[int | str, str] = {
     10: "Time of the first layer alone. [How fast it is](speed.md) tells of the backward pass, large images, "
     "CPUs and memory.",
 }
-ABLATION = (
-    "What changes when an ingredient is left out, or one more added. Every row is trained anew, with the seeds of the "
-    "whole recipe. The two without MisConv put imputation or the mask in its place and keep the rest: what they lose "
-    "is what MisConv itself is worth here."
-)
-
 PROTOCOL = """\
 - Every image has one missing region for its whole life, in training as in testing. Its missing values are read by no
   method but GT and ACFlow, which are marked. ACFlow's flow learns from complete training images, as in the paper; its
@@ -86,9 +77,7 @@ PROTOCOL = """\
   learn from all incomplete training images, those of validation too, and need no labels.
 - Methods are compared seed by seed. The best baseline is chosen by the very numbers it is compared on, in its favour.
 - The classifiers go two steps down, as in the authors' code, and have nothing between their linear layers, as the
-  appendix names nothing there; the authors' code has a ReLU.
-- MisConv+ has a density of its own on MNIST alone. On SVHN such a one predicted hidden pixels worse than the paper's,
-  which learns eight times as long; this was seen on test images, and taken over for CIFAR-10 untried."""
+  appendix names nothing there; the authors' code has a ReLU."""
 
 SHARED = (
     "Seconds of the runs added up, and in brackets how many runs. Networks that were trained side by side share their "
@@ -177,10 +166,8 @@ def times(records: Sequence[Record]) -> Table:
     columns["autoencoders"] = [r for r in records if r["kind"] == "wae"]
     columns["flow matching"] = [r for r in records if r["kind"] == "flow_matching"]
     columns["one recipe for all"] = [r for r in records if r["kind"] == "recipe"]
+    columns["ingredients"] = [r for r in records if r["kind"] == "ingredient"]
     columns["together"] = [r for found in columns.values() for r in found]
-    # The first and the last row of an ablation are runs of other tables.
-    again = (tables.EVERYTHING, tables.PAPER)
-    columns["ablation"] = [r for r in records if r["kind"] == "ablation" and r["variant"] not in again]
     columns = {title: [r for r in found if r.get("seconds")] for title, found in columns.items()}
     columns = {title: found for title, found in columns.items() if found}
     rows = []
@@ -232,8 +219,6 @@ def page(sources: Mapping[str, list[Record]], benchmark: Mapping[str, Any] | Non
     parts += [part for table in first for part in section(table, pictures)]
     parts += block_generation.sections(records)
     parts += [part for table in later for part in section(table, pictures)]
-    if any(r["kind"] == "ablation" for r in records):
-        parts += section(tables.ablation(records), pictures, ABLATION)
     parts += [part for table in there if table.number == 10 for part in section(table, pictures)]
     parts += block_two.sections(records, pictures)
     shown = [f"![{text}](pictures/{name})\n\n*{text}*" for name, text in FIGURES.items() if pictures.get(name)]
@@ -252,12 +237,11 @@ def page(sources: Mapping[str, list[Record]], benchmark: Mapping[str, Any] | Non
 def earlier() -> str:
     """What the classifiers of an earlier commit did on SVHN."""
     runs = [r for found in read(ROOT / "results/paper/earlier").values() for r in found]
-    paper = [r for r in runs if r["method"] != "misconv_plus"]
-    shares = [max(r["accuracy_incomplete"], r["accuracy_complete"]) for r in paper]
+    shares = [max(r["accuracy_incomplete"], r["accuracy_complete"]) for r in runs]
     dead = sum(share < ONE_ANSWER for share in shares)
     return (
         "- Before, the classifiers had one step down and that ReLU. On SVHN every image then got the same answer in "
-        f"{dead} of {len(paper)} trainings, whatever the method; where we looked, all 20 units of the ReLU had died "
+        f"{dead} of {len(runs)} trainings, whatever the method; where we looked, all 20 units of the ReLU had died "
         "within 500 steps. Table D shows a likelier cause of the low numbers that the paper prints for some methods."
     )
 
@@ -268,19 +252,15 @@ def bent(records: Sequence[Record]) -> list[str]:
         return []
     return [
         "- When these runs were made, a side of a trapezoid could be bent; by now it is straight. This concerns the "
-        "trapezoids of Table 9, and on MNIST some of the regions from which the density of MisConv+ learned."
+        "trapezoids of Table 9."
     ]
 
 
-def section(table: Table, pictures: Mapping[str, bool], words: str = "") -> list[str]:
-    """A table with its words and its plot; the one without a number is the ablation."""
-    plots: dict[int | str | None, tuple[str, str]] = {
-        1: ("results.png", "Accuracy by data set and method"),
-        None: ("ablation.png", "What ingredients are worth"),
-    }
-    name, text = plots.get(table.number, ("", ""))
-    drawn = [f"![{text}](pictures/{name})"] if pictures.get(name) else []
-    return [f"## {table.heading}", words or WORDS[table.number or 0], *drawn, table.markdown()]
+def section(table: Table, pictures: Mapping[str, bool]) -> list[str]:
+    """A table with its words, the first one with its plot."""
+    is_drawn = table.number == 1 and pictures.get("results.png")
+    drawn = ["![Accuracy by data set and method](pictures/results.png)"] if is_drawn else []
+    return [f"## {table.heading}", WORDS[table.number or 0], *drawn, table.markdown()]
 
 
 def seeds_of(records: Sequence[Record], dataset: str, kind: str) -> set[int]:
@@ -299,9 +279,8 @@ def repeat(records: Sequence[Record]) -> str:
         lines.append(f"misconv table {number} --dataset {name}{file}" + (f" --seeds {len(seeds)}" if seeds else ""))
     return (
         "## How to repeat it\n\n```\n" + "\n".join(lines) + "\n```\n\n"
-        "The other tables by their numbers or letters, what the ingredients are worth by the word `ablation`, and "
-        "pictures like those above with images of the data set by the word `figures`. What is done is kept: a second "
-        "call goes on where the first one stopped. "
+        "The other tables by their numbers or letters, and pictures like those above with images of the data set by "
+        "the word `figures`. What is done is kept: a second call goes on where the first one stopped. "
         "The settings of every run stand in its record, in [results/paper](../results/paper)."
     )
 
@@ -353,28 +332,29 @@ def recipe_plot(records: Sequence[Record]) -> Figure | None:
     return figure
 
 
-def ablation_plot(records: Sequence[Record]) -> Figure | None:
-    """Difference to the whole recipe, seed by seed: a panel for every data set, a line for every variant."""
-    mine = [r for r in records if r["kind"] == "ablation" and r["shape"] == "square"]
+def ingredients_plot(records: Sequence[Record]) -> Figure | None:
+    """Difference to the whole recipe, seed by seed: a panel for every data set, a line for every variant of Table C."""
+    mine = [r for r in records if r["kind"] == "ingredient" and r["shape"] == "square"]
+    others = [name for name in VARIANTS if name != WHOLE and scores.of(mine, variant=name)]
     found: dict[str, dict[str, list[float]]] = {}
-    for name in datasets(mine):
-        whole = scores.scores(mine, dataset=name, variant="everything")
-        for variant in [row[0] for row in tables.ablation(mine).rows if row[0] != "everything"]:
-            other = scores.scores(mine, dataset=name, variant=variant)
+    for dataset in datasets(mine):
+        whole = scores.scores(mine, dataset=dataset, variant=WHOLE)
+        for name in others:
+            other = scores.scores(mine, dataset=dataset, variant=name)
             points = [100 * (other[seed] - whole[seed]) for seed in whole if seed in other]
-            found.setdefault(name, {})[variant] = points
-    found = {name: values for name, values in found.items() if any(values.values())}
+            found.setdefault(dataset, {})[VARIANTS[name].title] = points
+    found = {dataset: values for dataset, values in found.items() if any(values.values())}
     if not found:
         return None
-    variants = list(next(iter(found.values())))
-    figure, axes = panels(len(found), len(variants), sharex=True)
-    for axis, (name, values) in zip(axes, found.items(), strict=True):
+    titles = [VARIANTS[name].title for name in others]
+    figure, axes = panels(len(found), len(titles), sharex=True)
+    for axis, (dataset, values) in zip(axes, found.items(), strict=True):
         axis.axvline(0, color=GREY, linewidth=1)
-        strips(axis, values, dict.fromkeys(variants, PINK), {}, "{:+.2f}")
-        head(axis, scores.title_of(mine, name), "")
-        axis.set_xlabel("points against the whole recipe, seed by seed")
+        strips(axis, values, dict.fromkeys(titles, PINK), {}, "{:+.2f}")
+        head(axis, scores.title_of(mine, dataset), "")
+        axis.set_xlabel("points against MisConv by the recipe, seed by seed")
     scale(axes[0], [0.0, *(v for values in found.values() for dots in values.values() for v in dots)], [])
-    axes[0].set_yticks(range(len(variants)), variants)
+    axes[0].set_yticks(range(len(titles)), titles)
     legend(figure, False, "")
     return figure
 
@@ -485,7 +465,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {
         "results.png": accuracy_plot(records),
-        "ablation.png": ablation_plot(records),
+        "ingredients.png": ingredients_plot(records),
         "recipe.png": recipe_plot(records),
     }
     for name, figure in drawn.items():

@@ -220,7 +220,7 @@ def table(
         str,
         typer.Argument(
             metavar="NUMBER",
-            help="1 to 10, ablation (of MisConv+), figure-2 or figures. Tables of our own: A (no retraining), "
+            help="1 to 10, figure-2 or figures. Tables of our own: A (no retraining), "
             "B (one recipe for all), C (its ingredients), D, E, F (the paper explained), figure-A (by share missing).",
         ),
     ],
@@ -246,7 +246,6 @@ def table(
     ] = Path("misconv-paper"),
     device: Device = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few images and epochs, to see that everything runs.")] = False,
-    plus: Annotated[bool, typer.Option(help="MisConv+, a recipe beyond the paper's, as one more row.")] = True,
     methods: Annotated[
         str,
         typer.Option(
@@ -276,7 +275,7 @@ def table(
 
         try:
             plan = command.prepare(
-                number, dataset or [], data or [], seeds=seeds, folder=out, device=device, quick=quick, plus=plus,
+                number, dataset or [], data or [], seeds=seeds, folder=out, device=device, quick=quick,
                 methods=[name.strip() for name in methods.split(",") if name.strip()], inception=inception,
             )  # fmt: skip
         except ValueError as error:

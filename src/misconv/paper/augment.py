@@ -29,7 +29,7 @@ class Augmented:
         versions: the images with nothing more hidden, then all of them again with more and more hidden.
         rows: which images of a version.
         hide: whether to use the versions with more hidden. shift: by at most this many pixels. flip: left and right.
-        cached: whether to return the MFAs that `versions` has cached, after `form`; otherwise images and their masks.
+        cached: whether to return the MFAs that `versions` has cached; otherwise images and their masks.
     """
 
     def __init__(
@@ -42,10 +42,9 @@ class Augmented:
         shift: int,
         flip: bool,
         cached: bool,
-        form: Callable[[MFA], MFA] = lambda p: p,
     ) -> None:
         self.versions, self.rows, self.seed = versions, rows, seed
-        self.hide, self.shift, self.flip, self.cached, self.form = hide, shift, flip, cached, form
+        self.hide, self.shift, self.flip, self.cached = hide, shift, flip, cached
         self.virtual = rows.clone()  # the version of each image in this epoch
         self.moves = torch.zeros(3, len(rows), dtype=torch.int64, device=rows.device)  # down, right, flipped
         self.sources = _Sources(shift, flip, versions.data.images.shape[2:], rows.device) if shift or flip else None
@@ -80,7 +79,7 @@ class Augmented:
 
     def _taken(self, virtual: Tensor, indices: Tensor) -> Any:
         if self.cached:
-            return self.form(self._moved(self.versions.cached(virtual), indices))
+            return self._moved(self.versions.cached(virtual), indices)
         x, observed = self._images(virtual, indices)
         if self.sources is None:
             return x, observed

@@ -65,7 +65,7 @@ class Trained:
         history: a record for each epoch.
         seconds: its share of the time.
         side_by_side: how many classifiers were trained at a time.
-        variant: of MisConv+.
+        variant: what was done otherwise than usual, if anything was.
     """
 
     settings: dict[str, Any]

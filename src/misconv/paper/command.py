@@ -23,14 +23,12 @@ from misconv.bench import command as bench
 from misconv.paper import evidence, tables
 from misconv.paper.cache import Cache
 from misconv.paper.classification import Experiment
-from misconv.paper.densities import DensitySettings
 from misconv.paper.features import inception_file
 from misconv.paper.generation import ROWS, Generation, check_generation, draw_generation, is_drawn, quick_generation
 from misconv.paper.generation_tables import NUMBERS, PAPERS, make_generation
 from misconv.paper.illustrate import check_drawable, illustrate
 from misconv.paper.letters import check_methods, quick_recipe, run_letter, shapes_of_table
 from misconv.paper.methods import TRAINED, method_named
-from misconv.paper.plus import PLUS, Recipe, run_plus, variants_of
 from misconv.paper.quality import SMALLEST, check_metrics
 from misconv.paper.scores import Record
 from misconv.paper.settings import SETTINGS, Settings
@@ -46,7 +44,7 @@ T = TypeVar("T")
 FIGURES, FIGURE_2, FIGURE_A = "figures", "figure-2", "figure-A"
 PICTURES = (FIGURES, FIGURE_2)  # drawn without a table
 GENERATION = (*map(str, NUMBERS), FIGURE_2)
-TABLES = (*map(str, sorted((*tables.NUMBERS, *NUMBERS))), *evidence.LETTERS, "ablation", FIGURE_2, FIGURES)
+TABLES = (*map(str, sorted((*tables.NUMBERS, *NUMBERS))), *evidence.LETTERS, FIGURE_2, FIGURES)
 WITHOUT_LABELS = (*GENERATION, "7")
 # The data sets and the methods of a table; those that are not here have the paper's three, and all.
 DATASETS: dict[str, tuple[str, ...]] = {
@@ -59,8 +57,7 @@ DATASETS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(GENERATION, PAPERS),
 }
 USUAL = ("mnist", "svhn", "cifar10")
-SOME = {"6": ("misconv_smfa", "misconv_dmfa"), "8": ("mfa", "misconv_dmfa"), "ablation": ("misconv_dmfa",)}
-WITH_PLUS = ("1", "2", "9")
+SOME = {"6": ("misconv_smfa", "misconv_dmfa"), "8": ("mfa", "misconv_dmfa")}
 # `--quick`: the number of images for training and for the test, and the epochs of each part.
 FEW_IMAGES = (600, 200)
 FEW_EPOCHS = {"dmfa": 1, "smfa": 2, "classifier": 1, "acflow": 1, "wae": 1}
@@ -79,7 +76,6 @@ class Plan:
     folder: Path
     device: str | None  # None: a GPU where there is one
     quick: bool
-    plus: bool
     methods: tuple[str, ...] = ()  # those to train, all if none is named
     inception: str | Path | None = None  # weights
 
@@ -112,7 +108,6 @@ def prepare(
     folder: str | Path = "misconv-paper",
     device: str | None = None,
     quick: bool = False,
-    plus: bool = True,
     methods: Sequence[str] = (),
     inception: str | Path | None = None,
 ) -> Plan:
@@ -126,15 +121,12 @@ def prepare(
         folder: for finished work; the figures, too, go there.
         device: "cuda" or "cpu"; cuda where there is one if left out.
         quick: few images and epochs.
-        plus: whether MisConv+ has a row.
         methods: the rows of Tables 3, 4 and 5, or of one of our own, that are to be trained; all if none is named.
         inception: a file with the weights of Inception, for Table 3.
     """
     if number not in TABLES:
         known = f"{', '.join(TABLES[:-1])} or {TABLES[-1]}"
         raise ValueError(f"the table must be {known}, got {number!r}")
-    if number == "ablation" and not plus:
-        raise ValueError("the ablation is of MisConv+, which --no-plus leaves out")
     if inception is not None and number not in GENERATION:
         raise ValueError(f"--inception is for the tables 3, 4 and 5 and for figure-2, got table {number}")
     check_methods(number, methods)
@@ -152,7 +144,7 @@ def prepare(
     for each in images if number in GENERATION else ():
         check_generation(each, inception)
     few = [_few(each) for each in images] if quick else images
-    plan = Plan(number, few, seeds, folder, device, quick, plus, tuple(methods), inception)
+    plan = Plan(number, few, seeds, folder, device, quick, tuple(methods), inception)
     _check_files(plan)
     if number == "10" and not plan.file("-bench.json").exists():
         bench.choose(device, ["table10"], plan.file("-bench.json"))
@@ -311,13 +303,7 @@ def _units(plan: Plan, experiment: Experiment) -> list[Record]:
     seeds, methods = range(plan.seeds), SOME.get(plan.table, [method.name for method in TRAINED])
     if experiment.shape != "square":  # a network that takes complete images is the same for all shapes
         methods = [name for name in methods if not method_named(name).takes_complete]
-    found = experiment.run(methods, seeds)
-    recipe = _quick_recipe(experiment.data.name) if plan.quick else None
-    if plan.table == "ablation":
-        return _ablation(found, run_plus(experiment, seeds, variants_of(experiment, recipe), recipe))
-    if plan.table in WITH_PLUS and plan.plus:
-        found += run_plus(experiment, seeds, recipe=recipe)
-    return found
+    return experiment.run(methods, seeds)
 
 
 def _generation(plan: Plan, experiment: Experiment) -> Generation:
@@ -325,12 +311,6 @@ def _generation(plan: Plan, experiment: Experiment) -> Generation:
     if plan.quick:
         return quick_generation(experiment, FEW_EPOCHS["wae"], weights)
     return Generation(experiment, inception=weights)
-
-
-def _ablation(paper: Sequence[Record], plus: Sequence[Record]) -> list[Record]:
-    """As the table wants them: MisConv with the paper's settings is one more variant."""
-    rows = [*plus, *({**record, "variant": tables.PAPER} for record in paper)]
-    return [{**record, "kind": "ablation"} for record in rows]
 
 
 def _quick_settings(name: str) -> Settings:
@@ -342,13 +322,6 @@ def _quick_settings(name: str) -> Settings:
         acflow=replace(usual.acflow, epochs=FEW_EPOCHS["acflow"]),
         unet=replace(usual.unet, epochs=FEW_EPOCHS["dmfa"]),
     )
-
-
-def _quick_recipe(name: str) -> Recipe:
-    recipe = PLUS.get(name, PLUS["svhn"])
-    if isinstance(recipe.density, DensitySettings):
-        recipe = replace(recipe, density=replace(recipe.density, epochs=FEW_EPOCHS["dmfa"]))
-    return replace(recipe, epochs=FEW_EPOCHS["classifier"])
 
 
 def fabric_on(device: str | None) -> Fabric:
@@ -400,8 +373,6 @@ def table(plan: Plan, records: Sequence[Record]) -> tables.Table:
         made = evidence.make_letter(plan.table, records, names)
     elif plan.table in GENERATION:
         made = make_generation(int(plan.table), records, names)
-    elif plan.table == "ablation":
-        made = tables.ablation(records, names)
     else:
         made = tables.make(int(plan.table), records, names)
     few = "A quick run with few images and epochs: these numbers mean nothing."

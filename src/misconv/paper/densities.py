@@ -35,7 +35,6 @@ __all__ = [
 TITLES = {
     "smfa": "SMFA",
     "dmfa": "DMFA",
-    "plus": "DMFA+",
     "acflow": "ACFlow",
     "unet": "UNetDMFA",
 }  # of the densities of an experiment, by their names

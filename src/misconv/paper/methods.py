@@ -121,7 +121,7 @@ def _fit_knn(x: Tensor, observed: Tensor) -> Imputer:
 
 # The methods ---------------------------------------------------------------------------------------------------------
 
-# All rows in the paper's order; “mean” and “MisConv+” are not in the paper.
+# All rows in the paper's order; “mean” is not in the paper.
 METHODS = (
     Method("zero", "zero", "missing pixels are set to 0", _zeros, is_baseline=True),
     Method(
@@ -157,7 +157,6 @@ METHODS = (
         "misconv_dmfa", "MisConv (DMFA)", "expected response under the density network", _density_itself,
         density="dmfa", is_ours=True,
     ),
-    Method("misconv_plus", "MisConv+", "MisConv (DMFA) by a recipe of our own, see misconv.paper.plus", is_ours=True),
     Method(
         "gt", "GT", "nothing is missing: the most that can be hoped for", _complete_images, sees_complete=True,
         takes_complete=True, long_title="complete images",

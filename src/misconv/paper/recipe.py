@@ -1,4 +1,4 @@
-"""One recipe for all: every method is trained as MisConv+ is, so that rows differ by how missing pixels are treated.
+"""One recipe for all: rows differ by how missing pixels are treated, and by nothing else.
 
 The recipe: images are shifted (and flipped where that keeps their meaning), more is hidden of every second one, the
 learning rate falls along a cosine. `UNetDMFA`, trained as `misconv.fit_density` trains it, is the density of MFA

@@ -102,7 +102,7 @@ class Margin:
 def margins(
     records: Sequence[Record], dataset: str, shape: str = "square", key: str = "accuracy_incomplete"
 ) -> list[Margin]:
-    """MisConv (DMFA) and MisConv+ against the baseline with the best mean; empty where one side has no records."""
+    """MisConv (DMFA) against the baseline with the best mean; empty where one side has no records."""
     baselines, ours = ([method.name for method in each] for each in (BASELINES, OURS))
     found = {m: of_method(records, dataset, shape, m, key) for m in (*baselines, *ours)}
     known = [m for m in baselines if found[m]]

@@ -16,15 +16,12 @@ from misconv.paper.printed import CLASSIFIED, TITLES
 from misconv.paper.scores import Record, Scores, holm, margin, margins, of, of_method, scores, title_of
 
 __all__ = [
-    "EVERYTHING",
     "FROM",
     "NOTHING",
     "NOT_YET",
     "NUMBERS",
-    "PAPER",
     "STARS",
     "Table",
-    "ablation",
     "as_number",
     "cells_of",
     "datasets_of",
@@ -37,7 +34,6 @@ __all__ = [
 NUMBERS = (1, 2, 6, 7, 8, 9, 10)
 SHAPES = ("square", "trapezoid", "noise")
 FLOW = "ACFlow"  # among the densities
-EVERYTHING, PAPER = "everything", "paper's settings"  # the first and the last row of an ablation
 # A density's measures: title, decimals here, the better end. The paper prints two decimals.
 MEASURES = {"nll": ("NLL", 2, min), "mse": ("MSE", 2, min), "psnr": ("PSNR", 2, max), "ssim": ("SSIM", 3, max)}
 
@@ -107,36 +103,6 @@ def make(
     raise ValueError(f"table must be one of {there}, got {number!r}; of 3, 4 and 5 it is make_generation")
 
 
-def ablation(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
-    """What the ingredients of MisConv+ are worth: every row is trained again, and compared with the whole by seed."""
-    mine = of(records, kind="ablation", shape="square")
-    chosen = datasets_of(mine, datasets)
-    rows = {variant: [variant] for variant in _variants(mine)}
-    columns, counts = ["variant"], []
-    for dataset in chosen:
-        found = {variant: scores(mine, dataset=dataset, variant=variant) for variant in rows}
-        chosen_by = {v: scores(mine, "accuracy_validation", dataset=dataset, variant=v) for v in rows}
-        title, whole = title_of(mine, dataset), found.get(EVERYTHING, {})
-        counts.append((title, seed_count(found)))
-        columns += [f"{title}: validation", f"{title}: test", f"{title}: points against {EVERYTHING}"]
-        known = [variant for variant in rows if variant != EVERYTHING and whole and found[variant]]
-        margins_of = holm([margin(variant, found[variant], EVERYTHING, whole) for variant in known])
-        ahead = dict(zip(known, margins_of, strict=True))
-        for variant, cell in cells_of(found).items():
-            against = ahead.get(variant)
-            points = (
-                against.difference + (f" ({against.chance})" if against.p is not None else "") if against else NOTHING
-            )
-            seen = chosen_by[variant].values()
-            rows[variant] += [as_number(fmean(seen)) if seen else NOTHING, cell, points]
-    notes = [
-        f"Accuracy on incomplete images, of validation (the mean) and of the test. {over_seeds(counts)}.",
-        f"“{EVERYTHING}” is MisConv+ as a whole. Points are paired by seed, p is that of the paired t-test, "
-        "corrected by Holm's method for the comparisons of a data set.",
-    ]
-    return Table(None, "What the ingredients of MisConv+ are worth", columns, list(rows.values()), notes)
-
-
 # The tables --------------------------------------------------------------------------------------------------------
 
 
@@ -202,8 +168,6 @@ def _methods(
             bound = fmean(found["gt"].values())
             ours = [(m.title, found[m.name]) for m in OURS if found[m.name]]
             ahead += [f"{g.title}, {name}: {fmean(s.values()) / bound:.3f} × GT." for name, s in ours]
-    if not of(records, method="misconv_plus"):  # nobody asked for it, and the paper does not have it
-        del rows["misconv_plus"]
     notes = [f"{over_seeds(counts)}. {STARS}", *told]
     if ahead:
         notes += [
@@ -295,12 +259,6 @@ def datasets_of(records: Sequence[Record], asked: Sequence[str] | None, paper: I
     """Those asked for, else those with records, the paper's first."""
     known = {r["dataset"]: None for r in records}
     return list(asked or sorted(known, key=lambda name: [*TITLES, name].index(name)) or paper)
-
-
-def _variants(records: Sequence[Record]) -> list[str]:
-    """As they come, the whole recipe first and the paper's settings last."""
-    order = {EVERYTHING: 0, PAPER: 2}
-    return sorted(dict.fromkeys(str(r["variant"]) for r in records), key=lambda variant: order.get(variant, 1))
 
 
 # Words -------------------------------------------------------------------------------------------------------------
