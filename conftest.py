@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import signal
@@ -10,7 +9,6 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 # Some virtual machines announce AMX and kill the process that uses it, as oneDNN does for bfloat16. It is read before
 # the first product is computed; no result here depends on it.
@@ -27,17 +25,9 @@ if not torch.cuda.is_available():
 if find_spec("triton") is None:
     collect_ignore_glob = ["src/misconv/_triton/*.py", "tests/test_triton*.py"]
 elif os.environ.get("TRITON_INTERPRET") == "1" and tuple(map(int, version("triton").split(".")[:2])) >= (3, 9):
-    from triton.runtime import interpreter
+    from tests.interpreter import speed_up
 
-    # At every call of a function the interpreter patches Triton's language for it, although once is enough; that took
-    # two fifths of the time of all kernels.
-    _patch_once = functools.cache(interpreter._patch_lang)
-
-    def _call(self: interpreter.InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
-        _patch_once(self.fn)
-        return self.rewrite()(*args, **kwargs)
-
-    interpreter.InterpretedFunction.__call__ = _call
+    speed_up()
 
 # One process a core (pytest-xdist); threads of torch on top of that would only get in each other's way; also those of
 # the processes that tests start.
