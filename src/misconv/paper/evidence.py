@@ -82,15 +82,14 @@ def _trained(records: Sequence[Record], datasets: Sequence[str]) -> list[str]:
     for dataset in datasets:
         here = of(records, dataset=dataset)
         epochs = sorted({r["epochs"] for r in here if "epochs" in r})
-        # Fine-tuning comes on top of the usual epochs: whose they are is told.
-        longer = {VARIANTS[r["variant"]].title for r in here if "variant" in r and r.get("epochs", 0) > epochs[0]}
+        # Fine-tuning comes on top of the usual epochs.
+        longer = any("variant" in r and r.get("epochs", 0) > epochs[0] for r in here)
         precisions = {r.get("settings", {}).get("recipe", {}).get("precision") for r in here} - {None}
         if epochs:
             mixed = "".join(f" ({precision})" for precision in sorted(precisions))
-            of_whom = f", {' and '.join(sorted(longer))}" if longer else ""
-            counted = (
-                f"{epochs[0]}{mixed}{of_whom} {epochs[-1]}" if longer else f"{' or '.join(map(str, epochs))}{mixed}"
-            )
+            counted = f"{epochs[0]}{mixed}, with joint fine-tuning {epochs[-1]}"
+            if not longer:
+                counted = f"{' or '.join(map(str, epochs))}{mixed}"
             told.append(f"{title_of(records, dataset)} {counted}")
     return [f"Epochs of the classifiers: {'; '.join(told)}."] if told else []
 
