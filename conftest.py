@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
         "TRITON_INTERPRET", "1"
     )  # kernels run here too, as numpy; has to be said before they are read
 if find_spec("triton") is None:
-    collect_ignore_glob = ["src/misconv/_triton/*.py", "tests/test_triton*.py"]
+    collect_ignore_glob = ["src/misconv/_triton/*.py", "tests/test_triton*.py", "tests/interpreter.py"]
 elif os.environ.get("TRITON_INTERPRET") == "1" and tuple(map(int, version("triton").split(".")[:2])) >= (3, 9):
     from tests.interpreter import speed_up
 

@@ -14,9 +14,14 @@ import numpy as np
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
-__all__ = ["speed_up"]
+__all__ = ["is_sped_up", "speed_up"]
 
 _WIDE = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+
+def is_sped_up() -> bool:
+    """Whether the interpreter of this process was changed."""
+    return bool(core.tensor.__init__.__module__ == __name__)
 
 
 def speed_up() -> None:

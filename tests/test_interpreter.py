@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +11,11 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET", "0") != "1", reason="kernels are compiled")
+from tests.interpreter import is_sped_up
+
+pytestmark = pytest.mark.skipif(
+    not is_sped_up(), reason="kernels are compiled, or this Triton's interpreter is as it was"
+)
 
 
 @triton.jit
