@@ -76,6 +76,14 @@ def test_rows_of_another_density_are_left_out(tool: dict[str, Any], tmp_path: Pa
     assert tool["read"](results / "svhn-recipe.json") == [old[0], record("misconv", 0, "new")]
 
 
+def test_rows_without_joint_fine_tuning_are_not_mixed_with_others(tool: dict[str, Any], tmp_path: Path) -> None:
+    old, new = ([record("misconv", seed, "same") for seed in seeds] for seeds in ((0, 1), (0,)))
+    new[0]["settings"]["recipe"]["tuned"] = 5
+    results, table = files(tool, tmp_path, [record("mask", 0), *old], new)
+    assert tool["merge"]([table], results) == ["svhn-recipe.json: 2 records, without misconv of another recipe"]
+    assert tool["read"](results / "svhn-recipe.json") == [record("mask", 0), *new]
+
+
 def test_records_without_a_density_leave_all_others(tool: dict[str, Any], tmp_path: Path) -> None:
     old = [record("mfa", 0, "old"), record("misconv", 0, "old")]
     results, table = files(tool, tmp_path, old, [record("zero", 0)])
@@ -104,10 +112,11 @@ def test_units_of_a_table_that_was_not_finished(tool: dict[str, Any], tmp_path: 
     assert tool["read"](tmp_path / "svhn-recipe.json") == [unit]
 
 
-def test_ingredients_may_have_other_components(tool: dict[str, Any], tmp_path: Path) -> None:
+def test_ingredients_may_have_other_components_and_fine_tuning(tool: dict[str, Any], tmp_path: Path) -> None:
     new = [record("misconv", 0, "new", "ingredient", variant=variant) for variant in ("whole", "components")]
     for count, each in zip((1, 3), new, strict=True):
         each["settings"]["recipe"]["density"]["components"] = count
+        each["settings"]["recipe"]["tuned"] = count
     results, table = files(tool, tmp_path, [], new)
     assert tool["merge"]([table], results) == ["svhn-ingredients.json: 2 records"]
 

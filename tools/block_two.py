@@ -31,8 +31,10 @@ BLOCK_TWO = (
     "## Block two: one recipe for all\n\nEvery method is trained by one recipe: shifts (and flips on CIFAR-10), more "
     "hidden of every second image, a cosine schedule, the same batches and epochs. The density of MFA imputation, "
     "MisConv and sampled completions is one `UNetDMFA`, trained by `misconv.fit_density`'s objective and recipe on "
-    "incomplete images alone. What differs between two rows is how missing pixels are treated. All seeds share that "
-    "density, those of another run another one, so that a p says nothing of how a density trained anew would differ. "
+    "incomplete images alone. In the last epochs a copy of it learns with each of their classifiers (joint "
+    "fine-tuning). What differs between two rows is how missing pixels are treated. All seeds begin with that "
+    "density, those of another run with another one, so that a p says nothing of how a density trained anew would "
+    "differ. "
     "Its objective names its terms, see [the maths](maths.md#density-networks)."
 )
 WORDS = {
@@ -40,7 +42,9 @@ WORDS = {
     "losses* fills images in; it learns by deepinv's `SplittingLoss` with its `Inpainting` physics. *supMIWAE* (Ipsen "
     "et al. 2022) trains a variational autoencoder and the classifier together. *sampled completions* trains on a "
     "fresh sample of the density every time, and averages probabilities over 16 at the test.",
-    "C": "What changes when an ingredient is left out, or one more added. MFA imputation is given the same additions. "
+    "C": "What changes when an ingredient is left out, or one more added, all without joint fine-tuning but for the "
+    "rows that name it. What clearly helps on validation images belongs to the recipe of Table B. MFA imputation is "
+    "given the same additions. "
     "*The deviation of the activation* joins its mean through a convolution of 1×1 that begins with zeros; *factors "
     "drawn*: those of the density are drawn and its noise is integrated out; *an averaged teacher* is a moving average "
     "of the network, whose answers to images with less hidden it learns, too. Where epochs or densities below the "

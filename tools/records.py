@@ -87,13 +87,18 @@ def row_of(record: Record) -> tuple[Any, ...]:
 
 
 def density_of(record: Record) -> str | None:
-    """The settings of its density, if it has one; an ingredient may be another number of components."""
+    """The settings of its density, if it has one, and how long it learned with the classifier.
+
+    Ingredients may differ in both the latter and the number of components.
+    """
     settings = record.get("settings", {})
-    found = settings.get("recipe", {}).get("density") or settings.get("density")
+    recipe = settings.get("recipe", {})
+    found = recipe.get("density") or settings.get("density")
     if found is None:
         return None
-    left_out = ("components",) if record["kind"] == INGREDIENT else ()
-    return json.dumps({name: value for name, value in found.items() if name not in left_out}, sort_keys=True)
+    if record["kind"] == INGREDIENT:
+        return json.dumps({name: value for name, value in found.items() if name != "components"}, sort_keys=True)
+    return json.dumps([found, recipe.get("tuned")], sort_keys=True)
 
 
 def basis_of(record: Record) -> tuple[Any, ...]:

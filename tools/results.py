@@ -333,7 +333,7 @@ def recipe_plot(records: Sequence[Record]) -> Figure | None:
 
 
 def ingredients_plot(records: Sequence[Record]) -> Figure | None:
-    """Difference to the whole recipe, seed by seed: a panel for every data set, a line for every variant of Table C."""
+    """Difference to the recipe without fine-tuning, seed by seed: a panel for a data set, a line for a variant."""
     mine = [r for r in records if r["kind"] == "ingredient" and r["shape"] == "square"]
     others = [name for name in VARIANTS if name != WHOLE and scores.of(mine, variant=name)]
     found: dict[str, dict[str, list[float]]] = {}
@@ -352,7 +352,7 @@ def ingredients_plot(records: Sequence[Record]) -> Figure | None:
         axis.axvline(0, color=GREY, linewidth=1)
         strips(axis, values, dict.fromkeys(titles, PINK), {}, "{:+.2f}")
         head(axis, scores.title_of(mine, dataset), "")
-        axis.set_xlabel("points against MisConv by the recipe, seed by seed")
+        axis.set_xlabel(f"points against {VARIANTS[WHOLE].title}, seed by seed")
     scale(axes[0], [0.0, *(v for values in found.values() for dots in values.values() for v in dots)], [])
     axes[0].set_yticks(range(len(titles)), titles)
     legend(figure, False, "")

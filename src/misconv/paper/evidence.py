@@ -82,15 +82,12 @@ def _trained(records: Sequence[Record], datasets: Sequence[str]) -> list[str]:
     for dataset in datasets:
         here = of(records, dataset=dataset)
         epochs = sorted({r["epochs"] for r in here if "epochs" in r})
-        # Fine-tuning comes on top of the usual epochs.
-        longer = any("variant" in r and r.get("epochs", 0) > epochs[0] for r in here)
+        tuned = {r.get("settings", {}).get("recipe", {}).get("tuned") for r in here} - {None, 0}
         precisions = {r.get("settings", {}).get("recipe", {}).get("precision") for r in here} - {None}
         if epochs:
             mixed = "".join(f" ({precision})" for precision in sorted(precisions))
-            counted = f"{epochs[0]}{mixed}, with joint fine-tuning {epochs[-1]}"
-            if not longer:
-                counted = f"{' or '.join(map(str, epochs))}{mixed}"
-            told.append(f"{title_of(records, dataset)} {counted}")
+            last = "".join(f", the last {number} of joint fine-tuning" for number in sorted(tuned))
+            told.append(f"{title_of(records, dataset)} {' or '.join(map(str, epochs))}{mixed}{last}")
     return [f"Epochs of the classifiers: {'; '.join(told)}."] if told else []
 
 

@@ -109,7 +109,7 @@ def _possible(experiment: Experiment, names: Sequence[str]) -> list[str]:
 
 
 def quick_recipe(name: str, epochs: int) -> RecipeSettings:
-    """The recipe of a data set with few epochs."""
+    """The recipe of a data set with few epochs, and one of joint fine-tuning."""
     usual = recipe_of(name)
     density, unet = replace(usual.density, epochs=epochs), replace(usual.splitting, epochs=epochs)
-    return replace(usual, epochs=epochs, density=density, splitting=unet)
+    return replace(usual, epochs=epochs + 1, tuned=1, density=density, splitting=unet)

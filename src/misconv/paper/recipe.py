@@ -2,7 +2,8 @@
 
 The recipe: images are shifted (and flipped where that keeps their meaning), more is hidden of every second one, the
 learning rate falls along a cosine. `UNetDMFA`, trained as `misconv.fit_density` trains it, is the density of MFA
-imputation, MisConv and sampled completions. The classifier is the paper's from its second layer on.
+imputation, MisConv and sampled completions; in their last epochs it learns with the classifier (joint fine-tuning). All
+rows have the same number of epochs. The classifier is the paper's from its second layer on.
 """
 
 from __future__ import annotations
@@ -53,11 +54,12 @@ class RecipeSettings:
     """The recipe.
 
     Args:
-        epochs, batch_size, learning_rate: of the classifier, with a cosine schedule.
+        epochs, batch_size, learning_rate: of the classifier, with a cosine schedule until fine-tuning begins.
         precision: of the classifier's training on a GPU, in Fabric's words; tests and CPUs have full precision.
         shift, flip, hide: the augmentation, see `misconv.paper.augment.Augmented`.
         density: of all rows that have one.
-        tuned: how many more epochs train the density as well. tuned_learning_rate: in these epochs.
+        tuned: how many of the epochs, the last ones, train the density as well, where a row has one.
+        tuned_learning_rate: in these epochs, with a cosine schedule of their own.
         density_learning_rate_scale: what the density's learning rate is multiplied by in these epochs.
         deviation: whether the first layer of MisConv has the deviation of its activation as a further input.
         teacher: what the answers of an averaged teacher count for in the loss of MisConv; 0 if there is none.
@@ -82,12 +84,12 @@ class RecipeSettings:
 
 
 RECIPES: dict[str, RecipeSettings] = {
-    "mnist": RecipeSettings(epochs=15, shift=2, density=UNET),
-    "svhn": RecipeSettings(epochs=25, shift=3, density=UNET, precision=MIXED),
-    "cifar10": RecipeSettings(epochs=40, shift=4, flip=True, density=UNET, precision=MIXED),
+    "mnist": RecipeSettings(epochs=15, shift=2, density=UNET, tuned=5),
+    "svhn": RecipeSettings(epochs=25, shift=3, density=UNET, precision=MIXED, tuned=5),
+    "cifar10": RecipeSettings(epochs=40, shift=4, flip=True, density=UNET, precision=MIXED, tuned=5),
     # A pixel of these is an eighth of the image, and so are shifts.
     "digits": RecipeSettings(
-        epochs=15, shift=0, batch_size=32,
+        epochs=15, shift=0, batch_size=32, tuned=3,
         density=SETTINGS["digits"].unet,
         supmiwae=SupMIWAESettings(width=16, steps=2, latent=16),
         splitting=SplittingSettings(widths=(16, 32), batch_size=32),
@@ -145,6 +147,8 @@ class Runs:
     def __init__(self, experiment: Experiment, recipe: RecipeSettings | None = None) -> None:
         self.experiment = experiment
         self.recipe = recipe or recipe_of(experiment.data.name)
+        if not 0 <= self.recipe.tuned < self.recipe.epochs:
+            raise ValueError(f"tuned must be fewer than all {self.recipe.epochs} epochs, got {self.recipe.tuned}")
         if self.recipe.teacher and self.recipe.tuned:
             raise ValueError("a teacher must be without joint fine-tuning, which would train one without the other")
         on_cpu = experiment.device.type == "cpu"
@@ -267,11 +271,11 @@ class Runs:
         experiment, works = self.experiment, [self._work(*each) for each in units]
         titles = ", ".join(dict.fromkeys(work.row.title for work in works))
         experiment.say(f"{experiment.data.title}, {experiment.shape}: training {titles}; {len(works)} side by side")
-        fresh = [work for work in works if not self._begin_trained(work)]
-        checkpoints = [self._stage(fresh, self.recipe.epochs)] if fresh else []
         tuned = [work for work in works if self._is_tuned(work.row)]
+        others = [work for work in works if not self._is_tuned(work.row)]
+        checkpoints = [self._stage(others, self.recipe.epochs)] if others else []
         if tuned:
-            checkpoints.append(self._tune(tuned))
+            checkpoints += [self._stage(tuned, self.recipe.epochs - self.recipe.tuned), self._tune(tuned)]
         tested = []
         said: dict[str, CachedMFA] = {}
         for work in works:
@@ -282,26 +286,6 @@ class Runs:
             store.save(work.network, experiment.cache.network(work.settings))
             tested.append((work.settings, record))
         experiment.keep(tested, checkpoints)
-
-    def _begin_trained(self, work: Work) -> bool:
-        """Take what fine-tuning begins with from the same row without it, if that is there: it is trained alike."""
-        if not self._is_tuned(work.row):
-            return False
-        cache, plain = self.experiment.cache, Runs(self.experiment, replace(self.recipe, tuned=0))
-        unit = plain.unit(work.row.name, work.seed)
-        record, path = cache.get(unit, "recipe"), cache.network(unit)
-        if record is None or not path.exists():
-            return False
-        store.load(path, into=work.network)
-        work.network.to(self.experiment.device)
-        # Only the best epoch matters later, and how many there were.
-        accuracy, best = record["accuracy_validation"], record["epoch"] - 1
-        work.history = [
-            {"epoch": float(epoch), "validation_accuracy": accuracy if epoch == best else 0.0}
-            for epoch in range(record["epochs"])
-        ]
-        work.seconds = record["seconds"]
-        return True
 
     @torch.no_grad()
     def _rmse(self, source: str, said: CachedMFA) -> float:

@@ -1,4 +1,8 @@
-"""Table C: what the ingredients of the one recipe are worth, and what might be added to it."""
+"""Table C: what the ingredients of the one recipe are worth, and what was tried as a further one.
+
+All variants are compared with the recipe before joint fine-tuning, which is one of them: the only one of the additions
+that the validation images speak for, and so a part of the recipe of Table B.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,6 @@ from misconv.paper.scores import Record
 __all__ = ["VARIANTS", "WHOLE", "Variant", "known_variants", "run_variants", "variants_of"]
 
 WHOLE = "whole"
-TUNED = 5  # epochs of joint fine-tuning, on top of those of the recipe
 
 
 @dataclass(frozen=True)
@@ -23,35 +26,36 @@ class Variant:
     Args:
         title: in the table. row: of the recipe, which is trained.
         changes: of the recipe; those of "density" are changes of its settings.
+        tuned: whether it has the joint fine-tuning of the recipe.
     """
 
     title: str
     row: str = "misconv"
     changes: dict[str, Any] = field(default_factory=dict)
+    tuned: bool = False
 
 
 VARIANTS = {
-    WHOLE: Variant("MisConv by the recipe"),
+    WHOLE: Variant("MisConv without joint fine-tuning"),
     "not-hidden": Variant("without hiding more", changes={"hide": False}),
     "not-moved": Variant("without shifts", changes={"shift": 0, "flip": False}),
-    "tuned": Variant("with joint fine-tuning", changes={"tuned": TUNED}),
+    "tuned": Variant("with joint fine-tuning", tuned=True),
     "components": Variant("with K = 3", changes={"density": {"components": 3}}),
     "deviation": Variant("with the deviation of the activation", changes={"deviation": True}),
     "draws": Variant("with factors drawn", "draws"),
     "teacher": Variant("with an averaged teacher that sees less hidden", changes={"teacher": 1.0}),
     "mfa": Variant("MFA imputation", "mfa"),
-    "mfa-tuned": Variant("MFA imputation, with joint fine-tuning", "mfa", {"tuned": TUNED}),
+    "mfa-tuned": Variant("MFA imputation, with joint fine-tuning", "mfa", tuned=True),
     "mfa-components": Variant("MFA imputation, with K = 3", "mfa", {"density": {"components": 3}}),
 }
 
 
 def variants_of(recipe: RecipeSettings) -> list[str]:
-    """Those that differ from the whole: a recipe without shifts has no variant without them."""
-
-    def same(variant: Variant) -> bool:
-        return variant.row == VARIANTS[WHOLE].row and _changed(recipe, variant.changes) == recipe
-
-    return [name for name, variant in VARIANTS.items() if name == WHOLE or not same(variant)]
+    """Those that differ from each other: a recipe without shifts has no variant without them."""
+    found: dict[tuple[str, RecipeSettings], str] = {}
+    for name, variant in VARIANTS.items():
+        found.setdefault((variant.row, _changed(recipe, variant)), name)
+    return list(found.values())
 
 
 def run_variants(
@@ -63,7 +67,7 @@ def run_variants(
     """
     groups: dict[RecipeSettings, list[str]] = {}
     for name in names:
-        groups.setdefault(_changed(recipe, VARIANTS[name].changes), []).append(name)
+        groups.setdefault(_changed(recipe, VARIANTS[name]), []).append(name)
     experiment.fit_densities([("unet", changed.density) for changed in _to_train(experiment, groups, seeds)])
     found: dict[str, list[Record]] = {}
     for changed, members in groups.items():
@@ -92,11 +96,11 @@ def known_variants(
     """The records that are there."""
     found: list[Record] = []
     for name in names:
-        records = Runs(experiment, _changed(recipe, VARIANTS[name].changes)).known([VARIANTS[name].row], seeds)
+        records = Runs(experiment, _changed(recipe, VARIANTS[name])).known([VARIANTS[name].row], seeds)
         found += [{**record, "kind": "ingredient", "variant": name} for record in records]
     return found
 
 
-def _changed(recipe: RecipeSettings, changes: dict[str, Any]) -> RecipeSettings:
-    density = replace(recipe.density, **changes.get("density", {}))
-    return replace(recipe, **{**changes, "density": density})
+def _changed(recipe: RecipeSettings, variant: Variant) -> RecipeSettings:
+    density = replace(recipe.density, **variant.changes.get("density", {}))
+    return replace(recipe, **{**variant.changes, "density": density, "tuned": recipe.tuned if variant.tuned else 0})
