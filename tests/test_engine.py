@@ -639,9 +639,9 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     real = _engine._capture
 
     def capture(running: Any, device: torch.device) -> Any:
-        graph = real(running, device)
-        found.append((len(running), graph is not None))
-        return graph
+        graphs = real(running, device)
+        found.append((len(running), graphs is not None))
+        return graphs
 
     monkeypatch.setattr(_engine, "_capture", capture)
     return found
@@ -656,7 +656,7 @@ def resident(fabric: Fabric, **changes: Any) -> list[Job]:
 
 @gpu
 @pytest.mark.parametrize("size", [SIZE, 2 * BATCH])
-def test_a_branch_of_a_graph_is_what_its_job_is_alone(
+def test_a_captured_job_is_what_it_is_alone(
     fabric: Fabric, captures: list[tuple[int, bool]], size: int
 ) -> None:
     """Bit for bit, dropout too, whether or not there is a last batch that the graph cannot take."""

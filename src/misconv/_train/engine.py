@@ -1,8 +1,8 @@
 """The engine under every training: steps with Adam, the best parameters kept, checkpoints, many jobs side by side.
 
-A `Job` says what is trained, on what, and how it is judged. On a GPU whose memory holds the data, one step of all jobs
-is captured as a CUDA graph with a branch for each, and replayed: small networks wait for launches otherwise, and a
-branch alone fills a fraction of the chip. Everywhere else jobs take turns, epoch by epoch.
+A `Job` says what is trained, on what, and how it is judged. On a GPU whose memory holds the data, one step of each job
+is captured as a CUDA graph, and replayed on a stream of its own: small networks wait for launches otherwise, and one
+alone fills a fraction of the chip. Everywhere else jobs take turns, epoch by epoch.
 
 A round is an epoch or a part of one. All its randomness comes from the seed and its number, and a checkpoint is written
 whole or not at all, so that a run that was killed and called again ends with the same parameters as one that was not.
@@ -124,25 +124,22 @@ def _rounds(
     running: Sequence[Running], fabric: Fabric, budget: Budget, start: float, patience: int | None, captured: bool
 ) -> Iterator[EpochRecord]:
     """Train round by round; yields what is recorded of the first job."""
-    graph, first = None, running[0]
+    graphs, first = None, running[0]
     while steps := budget.next_round(first.place, _seconds(fabric, start)):
         number = first.done
         if patience is not None and number > 0 and number - 1 - max(r.best_epoch for r in running) >= patience:
             break
         for run in running:
             run.begin(steps)
-        if captured and graph is None and first.full:
-            graph = _capture(running, fabric.device)
-            captured = graph is not None
+        if captured and graphs is None and first.full:
+            graphs = _capture(running, fabric.device)
+            captured = graphs is not None
             for run in running:
                 run.seed(number)  # of which capturing has used some
-        if graph is not None:
-            for _ in range(first.full):
-                for run in running:
-                    run.tick()
-                graph.replay()
+        if graphs is not None:
+            _replay(graphs, first.full)
         for run in running:
-            run.finish(skip=first.full if graph is not None else 0)
+            run.finish(skip=first.full if graphs is not None else 0)
             run.judge(number)
         yield first.history[-1]
 
@@ -242,26 +239,54 @@ def _can_capture(fabric: Fabric) -> bool:
     )
 
 
-def _capture(running: Sequence[Running], device: torch.device) -> torch.cuda.CUDAGraph | None:
-    """One step of all jobs as a graph, a branch for each; None, and a line in the log, if it cannot be captured."""
+class _CapturedStep:
+    """One step of a job as a CUDA graph, which a stream of its own replays."""
+
+    def __init__(self, run: Running, stream: torch.cuda.Stream) -> None:
+        self.run, self.stream, self.graph = run, stream, torch.cuda.CUDAGraph()
+        assert run.dropout.cuda is not None
+        self.graph.register_generator_state(run.dropout.cuda)
+        with torch.cuda.graph(self.graph, stream=stream), run.dropout.installed():
+            run.step(run.next())
+
+    def replay(self) -> None:
+        """The next step."""
+        with torch.cuda.stream(self.stream):
+            self.run.tick()
+            self.graph.replay()
+
+
+def _replay(captured: Sequence[_CapturedStep], steps: int) -> None:
+    """Some steps of all jobs; none of them waits for another."""
+    main = torch.cuda.current_stream()
+    for each in captured:
+        each.stream.wait_stream(main)
+    for _ in range(steps):
+        for each in captured:
+            each.replay()
+    for each in captured:
+        main.wait_stream(each.stream)
+
+
+def _capture(running: Sequence[Running], device: torch.device) -> list[_CapturedStep] | None:
+    """One step of each job as a graph; None, and a line in the log, if it cannot be captured.
+
+    One graph with a branch for each job would wait in every step for the slowest, and runs fewer branches at a time
+    than there are streams.
+    """
     streams = [torch.cuda.Stream(device) for _ in running]
     copies = [run.snapshot() for run in running]
     try:
-        _branch(running, streams, _WARM_UP)
+        _warm_up(running, streams)
     finally:
         # Also after an error, which frees what the branches are still reading: its memory would go to somebody else.
         torch.cuda.synchronize(device)
     for run, saved in zip(running, copies, strict=True):
         run.restore(saved)
-    graph = torch.cuda.CUDAGraph()
-    for run in running:
-        assert run.dropout.cuda is not None
-        graph.register_generator_state(run.dropout.cuda)
     usual = torch.cuda.default_generators[device.index]
     state = usual.get_state()
     try:
-        with torch.cuda.graph(graph):
-            _branch(running, streams, 1)
+        return [_CapturedStep(run, stream) for run, stream in zip(running, streams, strict=True)]
     except BaseException as error:
         # Every generator that took part still believes that it is being captured, and would refuse to draw.
         usual.graphsafe_set_state(torch.Generator(device))
@@ -280,16 +305,15 @@ def _capture(running: Sequence[Running], device: torch.device) -> torch.cuda.CUD
         for run, saved in zip(running, copies, strict=True):
             run.restore(saved)
         return None
-    return graph
 
 
-def _branch(running: Sequence[Running], streams: Sequence[torch.cuda.Stream], steps: int) -> None:
-    """Some steps of every job, each on a stream of its own."""
+def _warm_up(running: Sequence[Running], streams: Sequence[torch.cuda.Stream]) -> None:
+    """Some steps of every job, on the stream that will replay them."""
     main = torch.cuda.current_stream()
     for run, stream in zip(running, streams, strict=True):
         stream.wait_stream(main)
         with torch.cuda.stream(stream), run.dropout.installed():
-            for _ in range(min(steps, run.full)):
+            for _ in range(min(_WARM_UP, run.full)):
                 run.step(run.next())
     for stream in streams:
         main.wait_stream(stream)
