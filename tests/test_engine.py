@@ -656,9 +656,7 @@ def resident(fabric: Fabric, **changes: Any) -> list[Job]:
 
 @gpu
 @pytest.mark.parametrize("size", [SIZE, 2 * BATCH])
-def test_a_captured_job_is_what_it_is_alone(
-    fabric: Fabric, captures: list[tuple[int, bool]], size: int
-) -> None:
+def test_a_captured_job_is_what_it_is_alone(fabric: Fabric, captures: list[tuple[int, bool]], size: int) -> None:
     """Bit for bit, dropout too, whether or not there is a last batch that the graph cannot take."""
     together = resident(fabric, size=size)
     histories = train(together, fabric, epochs=3, progress=False)
