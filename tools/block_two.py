@@ -31,11 +31,11 @@ BLOCK_TWO = (
     "## Block two: one recipe for all\n\nEvery method is trained by one recipe: shifts (and flips on CIFAR-10), more "
     "hidden of every second image, a cosine schedule, the same batches and epochs. The density of MFA imputation, "
     "MisConv and sampled completions is one `UNetDMFA`, trained by `misconv.fit_density`'s objective and recipe on "
-    "incomplete images alone. In the last epochs a copy of it learns with each of their classifiers (joint "
-    "fine-tuning). What differs between two rows is how missing pixels are treated. All seeds begin with that "
-    "density, those of another run with another one, so that a p says nothing of how a density trained anew would "
-    "differ. "
-    "Its objective names its terms, see [the maths](maths.md#density-networks)."
+    "incomplete images alone. What differs between two rows is how missing pixels are treated. All seeds begin with "
+    "that density, those of another run with another one, so that a p says nothing of how a density trained anew would "
+    "differ. Its objective names its terms, see [the maths](maths.md#density-networks). In today's recipe a copy of "
+    "the density learns together with each of their classifiers in the last epochs (joint fine-tuning). Where the "
+    "epochs below a table do not name it, its numbers were measured before, without it."
 )
 WORDS = {
     "B": "*mask, hiding more* hides regions anew in every epoch, as augmentations of frameworks do. *U-Net, splitting "
