@@ -769,6 +769,40 @@ def test_an_error_before_the_capture_waits_for_what_was_launched(fabric: Fabric)
 
 
 @gpu
+def test_an_interruption_between_replays_waits_for_those_launched(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else these would go on to change parameters that were put back."""
+    jobs = resident(fabric, size=4 * BATCH)
+    for one in jobs:
+        inner = one.loss
+
+        def loss(model: nn.Module, indices: Tensor, inner: Any = inner) -> tuple[Tensor, Tensor]:
+            torch.cuda._sleep(100_000_000)  # cycles, about a twentieth of a second
+            out: tuple[Tensor, Tensor] = inner(model, indices)
+            return out
+
+        one.loss = loss
+        one.module.to(fabric.device)
+    before = [{name: value.clone() for name, value in one.module.state_dict().items()} for one in jobs]
+    replay, calls = _engine._CapturedStep.replay, 0
+
+    def interrupted(self: Any) -> None:
+        nonlocal calls
+        if (calls := calls + 1) > 2 * len(jobs):
+            raise KeyboardInterrupt
+        replay(self)
+
+    monkeypatch.setattr(_engine._CapturedStep, "replay", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(jobs, fabric, epochs=1, progress=False)
+    torch.cuda.synchronize()
+    for one, values in zip(jobs, before, strict=True):
+        for name, value in one.module.state_dict().items():
+            assert torch.equal(value, values[name]), name
+
+
+@gpu
 def test_images_that_fill_no_batch_need_no_graph(fabric: Fabric, captures: list[tuple[int, bool]]) -> None:
     jobs = resident(fabric, size=BATCH - 1)
     histories = train(jobs, fabric, epochs=2, progress=False)

@@ -137,7 +137,7 @@ def _rounds(
             for run in running:
                 run.seed(number)  # of which capturing has used some
         if graphs is not None:
-            _replay(graphs, first.full)
+            _replay(graphs, first.full, fabric.device)
         for run in running:
             run.finish(skip=first.full if graphs is not None else 0)
             run.judge(number)
@@ -256,30 +256,33 @@ class _CapturedStep:
             self.graph.replay()
 
 
-def _replay(captured: Sequence[_CapturedStep], steps: int) -> None:
-    """Some steps of all jobs; none of them waits for another."""
-    main = torch.cuda.current_stream()
+def _replay(captured: Sequence[_CapturedStep], steps: int, device: torch.device) -> None:
+    """Some steps of all jobs; none of them waits for one on another stream."""
+    main = torch.cuda.current_stream(device)
     for each in captured:
         each.stream.wait_stream(main)
-    for _ in range(steps):
+    try:
+        for _ in range(steps):
+            for each in captured:
+                each.replay()
+    finally:
+        # Also after an interruption, which puts the best parameters back on the main stream.
         for each in captured:
-            each.replay()
-    for each in captured:
-        main.wait_stream(each.stream)
+            main.wait_stream(each.stream)
 
 
 def _capture(running: Sequence[Running], device: torch.device) -> list[_CapturedStep] | None:
     """One step of each job as a graph; None, and a line in the log, if it cannot be captured.
 
     One graph with a branch for each job would wait in every step for the slowest, and runs fewer branches at a time
-    than there are streams.
+    than there are streams. Torch has 32 streams: of more jobs some share one.
     """
     streams = [torch.cuda.Stream(device) for _ in running]
     copies = [run.snapshot() for run in running]
     try:
-        _warm_up(running, streams)
+        _warm_up(running, streams, device)
     finally:
-        # Also after an error, which frees what the branches are still reading: its memory would go to somebody else.
+        # Also after an error, which frees what the streams are still reading: its memory would go to somebody else.
         torch.cuda.synchronize(device)
     for run, saved in zip(running, copies, strict=True):
         run.restore(saved)
@@ -307,13 +310,12 @@ def _capture(running: Sequence[Running], device: torch.device) -> list[_Captured
         return None
 
 
-def _warm_up(running: Sequence[Running], streams: Sequence[torch.cuda.Stream]) -> None:
-    """Some steps of every job, on the stream that will replay them."""
-    main = torch.cuda.current_stream()
+def _warm_up(running: Sequence[Running], streams: Sequence[torch.cuda.Stream], device: torch.device) -> None:
+    """Some steps of every job, on the stream that will replay them; one job after the other, for they share caches."""
+    main = torch.cuda.current_stream(device)
     for run, stream in zip(running, streams, strict=True):
         stream.wait_stream(main)
         with torch.cuda.stream(stream), run.dropout.installed():
             for _ in range(min(_WARM_UP, run.full)):
                 run.step(run.next())
-    for stream in streams:
         main.wait_stream(stream)

@@ -52,7 +52,7 @@ __all__ = ["Experiment", "Trained"]
 
 
 Fit = tuple[str, AnySettings, dict[str, Any]]  # a density's name and settings, and those of its unit
-# How many classifiers are trained in one CUDA graph, and how often their state is put on the disk.
+# How many classifiers are trained side by side on a GPU, and how often their state is put on the disk.
 SIDE_BY_SIDE, CHECKPOINT_SECONDS = 48, 60.0
 
 
