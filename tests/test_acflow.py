@@ -61,6 +61,17 @@ def test_decoding_inverts_encoding_in_single_precision(kind: str) -> None:
     assert torch.equal(z[~hidden], new[~hidden])
 
 
+@pytest.mark.parametrize("std", [0.1, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoding_inverts_steep_flows(std: float, dtype: torch.dtype) -> None:
+    """Large weights make the largest shifts and scales, one upon the other."""
+    flow = random_flow((1, 12, 12), std, width=32, blocks=2).to(dtype)
+    x, observed = torch.rand(2, 1, 12, 12).float(), torch.rand(2, 1, 12, 12) > 0.5
+    z, _ = flow.encode(x, observed)
+    assert z.abs().max() > 3  # a new flow keeps pixels within it
+    torch.testing.assert_close(flow.decode(z, x, observed), x, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", MASKS[:-1])
 def test_the_determinant_is_that_of_the_jacobian(kind: str) -> None:
     flow, x, observed = random_flow().double(), torch.rand(1, *SHAPE, dtype=torch.float64), masked(kind, 1)

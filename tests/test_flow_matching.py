@@ -61,6 +61,19 @@ def test_images_of_another_type(dtype: torch.dtype) -> None:
     torch.testing.assert_close(flow.impute(x, observed).float(), flow.impute(x.float(), observed), rtol=0, atol=5e-3)
 
 
+def test_times_have_the_digits_of_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever torch's default type is: with fewer, a time near 1 would be that of pixels that are shown."""
+    torch.set_default_dtype(torch.bfloat16)
+    flow, times = random_flow(steps=100).double(), []
+    monkeypatch.setattr(flow.network, "forward", lambda u, t: times.append(t) or torch.zeros_like(u))
+    x, observed = torch.rand(1, *SHAPE).double(), torch.zeros(1, 1, *SHAPE[1:], dtype=torch.bool)
+    flow.sample(x, observed)
+    found = [float(each.amax()) for each in times]
+    assert found == sorted(found)
+    assert len(set(found)) == 100
+    assert found[-1] == 1 - 1e-4
+
+
 def test_an_image_does_not_depend_on_its_company() -> None:
     flow, x, observed = random_flow(), torch.rand(3, *SHAPE), masked("pixels")
     alone = torch.cat([flow.impute(x[n : n + 1], observed[n : n + 1]) for n in range(3)])

@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "_version": set(),
     "_torch": {"torch"},
     "_compiler": set(),
+    "_modes": {"torch"},
     "_backend": {"torch", "_torch"},
     "_checks": {"torch", "_torch", "numpy", "_backend"},
     "_math": {"torch", "_torch", "_checks"},
@@ -38,9 +39,9 @@ MAY_IMPORT = {
     "impute": {"torch", "_checks", "_files", "_math", "mfa"},
     "_convert": {"torch", "_torch", "_backend", "_conv", "_math", "mfa"},
     "convert": {"torch", "_torch", "_backend", "_checks", "_convert", "mfa"},
-    "predict": {"torch", "_checks", "mfa"},
+    "predict": {"torch", "_checks", "_modes", "mfa"},
     "_assess": {"torch", "numpy", "matplotlib", "_checks", "_math", "mfa", "missing"},
-    "assess": {"torch", "matplotlib", "_assess", "_checks", "mfa"},
+    "assess": {"torch", "matplotlib", "_assess", "_checks", "_modes", "mfa"},
     "_transforms": {"torch", "torchvision"},
     "transforms": {"torch", "numpy", "torchvision", "_checks", "_transforms"},
     "metrics": {"torch", "torchmetrics", "_checks"},
@@ -58,8 +59,8 @@ MAY_IMPORT = {
         "store",
     },
     "paper": {
-        "torch", "lightning_fabric", "matplotlib", "PIL", "scipy", "torchmetrics", "deepinv", "_checks", "_store", "_train",
-        "bench", "data", "density", "functional", "impute", "layers", "mfa", "missing", "store", "training",
+        "torch", "lightning_fabric", "matplotlib", "PIL", "scipy", "torchmetrics", "deepinv", "_checks", "_modes", "_store",
+        "_torch", "_train", "bench", "data", "density", "functional", "impute", "layers", "mfa", "missing", "store", "training",
     },
     "demo": {
         "torch", "jinja2", "markupsafe", "_version", "_store", "_train", "assess", "data", "density", "functional", "impute",
@@ -67,8 +68,8 @@ MAY_IMPORT = {
     },
     "sklearn": {"torch", "numpy", "sklearn", "_train", "density", "training"},
     "images": {
-        "torch", "numpy", "safetensors", "timm", "torchmetrics", "torchvision", "_files", "_store", "_train", "assess",
-        "convert", "density", "layers", "missing", "predict", "store", "training", "transforms",
+        "torch", "numpy", "safetensors", "timm", "torchmetrics", "torchvision", "_files", "_store", "_torch", "_train",
+        "assess", "convert", "density", "layers", "missing", "predict", "store", "training", "transforms",
     },
     "app": {
         "torch", "numpy", "jinja2", "PIL", "gradio", "fastapi", "uvicorn", "_files", "_train", "data", "density",

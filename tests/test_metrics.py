@@ -184,6 +184,27 @@ def test_batches_merge_and_start_again(kind: str) -> None:
     assert torch.equal(measured(second, (prediction, target, where)), whole)
 
 
+def test_metrics_of_other_settings_do_not_merge() -> None:
+    batch = images()
+    one, same, other = MaskedPSNR(1.0), MaskedPSNR(1.0), MaskedPSNR(255.0)
+    for metric in (one, same, other):
+        metric.update(*batch)
+    before = one.compute()
+    with pytest.raises(ValueError, match=r"the same settings, \[1.0, 0.0\], got \[255.0, 0.0\]"):
+        one.merge_state(other)
+    one.merge_state(same)
+    torch.testing.assert_close(one.compute(), before)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e6, 1e9])
+def test_ssim_of_values_far_from_zero(offset: float) -> None:
+    """Large squares that are subtracted from each other would leave nothing of a small range."""
+    x, where = torch.rand(1, 1, 24, 24, dtype=torch.float64), torch.rand(1, 1, 24, 24) > 0.01
+    assert measured(MaskedSSIM(), (x + offset, x + offset, where)).item() == pytest.approx(1, abs=1e-12)
+    near = measured(MaskedSSIM(), (x + offset, x + 0.1 * torch.rand_like(x) + offset, where)).item()
+    assert 0.5 < near < 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_image_of_which_nothing_is_counted_adds_nothing(kind: str) -> None:
     prediction, target, where = images()

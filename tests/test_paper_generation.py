@@ -321,6 +321,23 @@ def test_completions_without_any_error_have_a_number(tmp_path: Path) -> None:
     assert found["psnr_hidden"] == found["psnr"] == 140
 
 
+def test_numbers_of_images_that_are_none_are_none(tmp_path: Path) -> None:
+    """Not those of a completion without any error; and eigenvalues of NaN do not end the process."""
+    none = torch.full((4, 1, 8, 8), math.nan)
+    made = Generation(experiment(tmp_path))
+    assert math.isnan(made.ruler.distance(none))
+    model = made._new("zero", 0)
+    torch.nn.init.constant_(model.decoder[-2].bias, math.nan)  # type: ignore[index, union-attr, arg-type]
+    assert all(math.isnan(value) for value in made.measure("zero", model).values())
+
+
+def test_an_autoencoder_that_diverges_says_so(tmp_path: Path) -> None:
+    """In the last step of an epoch, whose loss is a number still."""
+    settings = replace(SMALL, epochs=1, batch_size=128, learning_rate=1e30)
+    with pytest.raises(FloatingPointError, match="WAE diverged in epoch 1: its validation is not finite"):
+        Generation(experiment(tmp_path), settings).run(["zero"], [0])
+
+
 def test_weights_that_are_not_those_of_inception(tmp_path: Path, file: Path) -> None:
     colours = replace(few(labels=False), train=few().train.repeat(1, 3, 1, 1))
     path = tmp_path / "w.pth"
@@ -331,10 +348,38 @@ def test_weights_that_are_not_those_of_inception(tmp_path: Path, file: Path) -> 
     with pytest.raises(ValueError, match=r"--inception must be the weights of Inception v3 .*, got .*w.pth"):
         check_ruler(colours, path)
     result = call("1", file, tmp_path / "new", "--inception", path)
+    integers = {name: torch.zeros(shape, dtype=torch.int8) for name, shape in features.INCEPTION_LAYERS.items()}
+    torch.save(integers, path)
+    with pytest.raises(ValueError, match=r"--inception must be the weights of Inception v3 .*, got .*w.pth"):
+        check_ruler(colours, path)
     torch.save({"fc.weight": 2}, path)
     with pytest.raises(ValueError, match=r"--inception must be the weights of Inception v3 .*, got .*w.pth"):
         check_ruler(colours, path)
     assert "--inception is for the tables 3, 4 and 5 and for figure-2, got table 1" in result.stderr
+
+
+def test_weights_that_were_downloaded_are_looked_at_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(features, "find_spec", lambda name: object())
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / features.INCEPTION).write_bytes(b"half of a download")
+    with pytest.raises(
+        ValueError, match=f"--inception must be weights that torch can load, got .*{features.INCEPTION}"
+    ):
+        check_ruler(replace(few(), train=few().train.repeat(1, 3, 1, 1)), None)
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-that-name/w.pth", "w" * 5000])
+def test_weights_of_odd_names(name: str) -> None:
+    with pytest.raises(ValueError, match="--inception must be a file, got"):
+        check_ruler(replace(few(), train=few().train.repeat(1, 3, 1, 1)), name)
+
+
+def test_an_old_torch_reads_no_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({}, tmp_path / "w.pth")
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu130")
+    with pytest.raises(ValueError, match=r"w.pth is a pickle, which torch 2.9.1\+cu130 cannot read safely \(CVE-"):
+        check_ruler(replace(few(), train=few().train.repeat(1, 3, 1, 1)), tmp_path / "w.pth")
 
 
 # The tables in words -------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from misconv import MFA, SMFA, ConvDMFA
+from misconv.paper.acflow import ACFlow
 from misconv.paper.quality import most_probable, quality
 from tests.reference import random_mfa, tolerance
 
@@ -172,6 +173,15 @@ def test_images_without_error_do_not_make_the_mean_infinite() -> None:
     assert found["psnr"] == pytest.approx(10 * math.log10(16))
     assert found["mse"] == pytest.approx(1)  # a quarter at each of 16 pixels of one image in four
     assert found["mse_per_pixel"] == pytest.approx(1 / 8)
+
+
+def test_a_density_that_says_nan_fills_no_image_exactly() -> None:
+    flow = ACFlow((2, 8, 7), scales=2, width=4, blocks=1)
+    for parameter in flow.parameters():
+        torch.nn.init.constant_(parameter, math.nan)
+    found = quality(flow, *some())
+    assert found["exact"] == 0
+    assert math.isnan(found["psnr"])
 
 
 def test_uint8_is_a_share_of_255() -> None:

@@ -55,6 +55,17 @@ def test_the_loss_is_that_of_seen_values_alone() -> None:
     assert prediction.grad.isfinite().all()
 
 
+def test_the_loss_of_images_that_do_not_fit_is_refused() -> None:
+    images, observed = torch.rand(3, 3, 4, 4), torch.rand(3, 1, 4, 4) > 0.5
+    for x, seen, message in (
+        (images, observed[:, 0], "observed must have shape"),
+        (images[:1], observed[:1], r"x must have the shape of images, \(3, 3, 4, 4\), got"),
+        (images, observed.half() + 0.5, "observed must be bool, or hold only 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            reconstruction_loss(images, x, seen)
+
+
 def test_one_step_of_both_parts_has_the_gradients_of_two() -> None:
     """The discriminator's loss moves it alone, and the others' losses all but it."""
     wae, x = made(), torch.rand(6, 1, 8, 8)

@@ -83,6 +83,26 @@ def test_the_share_of_doubt_holds_for_tiny_probabilities() -> None:
     assert sure.share.tolist() == [[0.0, 0.0]]
 
 
+def test_a_network_is_asked_in_evaluation_mode_and_left_as_it_was() -> None:
+    """Dropout is no doubt about missing pixels, and statistics of batch normalizations do not move."""
+    stem, pool = (nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), (nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model = nn.Sequential(*stem, *pool, nn.Dropout(0.5), nn.Linear(4, 3))
+    network = misconv.convert(model, misconv.UNetDMFA(channels=2)).train()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    result = predictive(network, MFA.point(torch.rand(5, 2, 6, 6)), 8)
+    assert result.share.max() < 1e-12
+    assert network.training
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+
+
+def test_a_network_without_an_answer_has_no_share() -> None:
+    result = predictive(lambda p: torch.full((2, 3), torch.nan), MFA.point(torch.rand(2, 1, 4, 4)), 3)
+    assert result.share.isnan().all()
+    counts = iter((3, 4))
+    with pytest.raises(ValueError, match="logits of the same classes every time, 3, got"):
+        predictive(lambda p: torch.zeros(2, next(counts)), MFA.point(torch.rand(2, 1, 4, 4)), 2)
+
+
 def test_images_that_are_too_small_for_a_converted_network_are_called_by_their_name() -> None:
     network = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
     converted = misconv.convert(network, misconv.UNetDMFA(channels=2))

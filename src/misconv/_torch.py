@@ -7,6 +7,7 @@ torch 2.8, 2.11 and 2.15.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "in_transform",
     "is_traced",
     "is_wrapped",
+    "load_pickled",
     "pytree",
     "storage_of",
 ]
@@ -65,6 +67,19 @@ def in_forward_ad() -> bool:
 def in_graph_task() -> bool:
     """Whether this thread runs a backward pass, also in what an activation checkpoint computes again."""
     return torch._C._current_graph_task_id() != -1
+
+
+def load_pickled(path: Path) -> Any:
+    """What `torch.save` has written, without running code of it; refused where an old torch cannot promise that.
+
+    Until 2.10 a prepared file could overwrite memory in spite of `weights_only` (CVE-2026-24747).
+    """
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
+        raise ValueError(
+            f"{path.name} is a pickle, which torch {torch.__version__} cannot read safely (CVE-2026-24747): use torch "
+            "2.10 or newer, or a safetensors file"
+        )
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def storage_of(tensor: Tensor) -> int:

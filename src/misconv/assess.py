@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from misconv._assess import Reliability, Scores, batches, draw, hide_more
 from misconv._checks import check_fraction, check_seed, check_size, describe
+from misconv._modes import evaluating
 from misconv.mfa import MFA
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def assess(
     limit = None if limit is None else check_size("limit", limit)
     scores, place = Scores(), _placed_like(density)
     stream = batches(images, observed, batch_size, limit)
-    with _evaluating(density):
+    with evaluating(density):
         for x, seen, less in hide_more(stream, shape, fraction, seed):
             x, seen, less = place(x), seen.to(place(x).device), less.to(place(x).device)
             scores.add(_ask(density, x.where(less, 0), less), x, seen, less)
@@ -185,19 +185,6 @@ def _placed_like(density: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
     tensors = (*density.parameters(), *density.buffers()) if isinstance(density, nn.Module) else ()
     first = next((t for t in tensors if t.is_floating_point()), None)
     return lambda x: x if first is None else x.to(first.device, first.dtype)
-
-
-@contextmanager
-def _evaluating(density: Callable[..., Any]) -> Iterator[None]:
-    """A module in evaluation mode, all of whose parts come back in the mode that each had."""
-    modes = [(part, part.training) for part in density.modules()] if isinstance(density, nn.Module) else []
-    try:
-        if isinstance(density, nn.Module):
-            density.eval()
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 def _ask(density: Callable[[Tensor, Tensor], MFA], x: Tensor, observed: Tensor) -> MFA:

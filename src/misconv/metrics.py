@@ -26,7 +26,23 @@ WIDE = torch.float64  # sums over many images keep their digits
 WINDOWS = ("gaussian", "uniform")
 
 
-class MaskedMSE(Metric):
+class _Masked(Metric):
+    """What they have in common: sums, and settings that must agree."""
+
+    settings: Tensor
+
+    def merge_state(self, incoming_state: Any) -> None:
+        """Add the state of a metric with the same settings."""
+        theirs = incoming_state["settings"] if isinstance(incoming_state, dict) else incoming_state.settings
+        if not torch.equal(theirs.cpu(), self.settings.cpu()):
+            raise ValueError(
+                f"incoming_state must be of a metric with the same settings, {self.settings.tolist()}, got "
+                f"{theirs.tolist()}"
+            )
+        super().merge_state(incoming_state)
+
+
+class MaskedMSE(_Masked):
     r"""Mean squared error over the counted values of all images.
 
     .. math:: \mathrm{MSE} = \sum_{i \in \mathrm{where}} (\hat x_i - x_i)^2 \, / \, |\mathrm{where}|
@@ -68,7 +84,7 @@ class MaskedMSE(Metric):
         return self.total / self.count
 
 
-class MaskedPSNR(Metric):
+class MaskedPSNR(_Masked):
     r"""Peak signal-to-noise ratio over the counted values, in decibels.
 
     .. math:: \mathrm{PSNR} = 10 \log_{10}(\mathrm{data\_range}^2 / \mathrm{MSE})
@@ -120,7 +136,7 @@ class MaskedPSNR(Metric):
         return 10 * (self.data_range**2 / error).log10()
 
 
-class MaskedSSIM(Metric):
+class MaskedSSIM(_Masked):
     r"""Structural similarity, averaged over the windows all of whose pixels are counted.
 
     With means μ, variances σ² and the covariance of both images in the window around a pixel, weighted by the window,
@@ -131,8 +147,8 @@ class MaskedSSIM(Metric):
 
     A window that touches a pixel which is not counted has no structure to compare, and is left out. The mean is that
     of every image over its windows and channels, then over the images that have such a window; NaN where none has.
-    Where all is counted, this is torchmetrics' `StructuralSimilarityIndexMeasure`. `update` takes what that of
-    `MaskedMSE` takes.
+    Where all is counted, this is torchmetrics' `StructuralSimilarityIndexMeasure`, whose window is as large as sigma
+    asks for: 11 pixels for 1.5. `update` takes what that of `MaskedMSE` takes.
 
     The paper's authors measured with scikit-image's former defaults: ``MaskedSSIM(2.0, window="uniform", size=7,
     reflect=False, sample_covariance=True)``.
@@ -192,7 +208,8 @@ class MaskedSSIM(Metric):
         if self.reflect:
             first, second, counted = (_reflected(t, self.size // 2) for t in (first, second, counted.to(WIDE)))
         whole = F.max_pool2d(1 - counted.to(WIDE), self.size, stride=1) == 0  # (B, C, windows, windows)
-        ssim = self._map(first, second).masked_fill(~whole, 0).sum((1, 2, 3))
+        middle = (first + second).sum((1, 2, 3), keepdim=True) / (2 * counted.sum((1, 2, 3), keepdim=True)).clamp_min(1)
+        ssim = self._map(first, second, middle).masked_fill(~whole, 0).sum((1, 2, 3))
         windows = whole.sum((1, 2, 3))
         some = windows > 0
         self.total = self.total + (ssim[some] / windows[some]).sum()
@@ -202,15 +219,20 @@ class MaskedSSIM(Metric):
         """The mean, a number."""
         return self.total / self.count
 
-    def _map(self, first: Tensor, second: Tensor) -> Tensor:
-        """SSIM of every window."""
+    def _map(self, first: Tensor, second: Tensor, middle: Tensor) -> Tensor:
+        """SSIM of every window.
+
+        Second moments are those around `middle`, (B, 1, 1, 1): those of large values would lose their digits.
+        """
         c1, c2 = (0.01 * self.data_range) ** 2, (0.03 * self.data_range) ** 2
+        first, second = first - middle, second - middle
         moments = torch.cat([first, second, first * first, second * second, first * second])
         m1, m2, s11, s22, s12 = self._means(moments).chunk(5)
         number = self.size**2
         scale = number / (number - 1) if self.sample_covariance else 1.0
         v1, v2 = scale * (s11 - m1 * m1).clamp_min(0), scale * (s22 - m2 * m2).clamp_min(0)
         covariance = scale * (s12 - m1 * m2)
+        m1, m2 = m1 + middle, m2 + middle
         return (2 * m1 * m2 + c1) * (2 * covariance + c2) / ((m1 * m1 + m2 * m2 + c1) * (v1 + v2 + c2))
 
     def _means(self, images: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from misconv._checks import check_size, describe
+from misconv._modes import evaluating
 from misconv.mfa import MFA
 
 __all__ = ["Prediction", "predictive"]
@@ -38,7 +39,8 @@ def predictive(
     completions i; the second part would go away if nothing were missing.
 
     Args:
-        network: takes an MFA and returns logits (B, classes), for example a network from `misconv.convert`.
+        network: takes an MFA and returns logits (B, classes), for example a network from `misconv.convert`. It is asked
+            in evaluation mode, whatever mode it comes in: dropout and batches would be taken for missing pixels.
         p: the images, as their density describes them (an `MFA`); or, for a network that was converted with a density,
             the images themselves, with NaN where they are missing, in any form that `misconv.observe` takes.
         samples: completions to draw; the error of all results falls with their root.
@@ -56,20 +58,19 @@ def predictive(
     """
     if not callable(network):
         raise TypeError(f"network must be a module or function MFA -> logits (B, classes), got {describe(network)}")
-    ask = getattr(network, "to_mfa", None)
-    if ask is not None and not isinstance(p, MFA):
-        p = _named(ask, p)
-    if not isinstance(p, MFA):
-        raise TypeError(f"p must be a misconv.MFA, which a density gives for (x, observed), got {describe(p)}")
     check_size("samples", samples)
-    with torch.no_grad():
+    with evaluating(network), torch.no_grad():
+        ask = getattr(network, "to_mfa", None)
+        if ask is not None and not isinstance(p, MFA):
+            p = _named(ask, p)
+        if not isinstance(p, MFA):
+            raise TypeError(f"p must be a misconv.MFA, which a density gives for (x, observed), got {describe(p)}")
         mean = square = torch.zeros((), device=p.device)
         for number in range(1, samples + 1):
             completion = p.sample(1, generator=generator)[0]
             point = MFA.point(completion)
             logits = network(point) if ask is None else _named(network, point)
-            if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(p) or logits.is_complex():
-                raise ValueError(f"network must return logits (B, classes), with B = {len(p)}, got {describe(logits)}")
+            _check_logits(logits, p, number, mean)
             q = logits.double().softmax(1)
             # Welford's update, which does not subtract large numbers.
             before = q - mean
@@ -77,12 +78,20 @@ def predictive(
             square = square + before * (q - mean)
     variance = square / samples
     doubt = mean * (1 - mean)
-    share = torch.where(doubt > 0, variance / doubt, 0).clamp(0, 1)
+    share = torch.where(doubt == 0, 0, variance / doubt).clamp(0, 1)  # NaN stays NaN
     kind = p.dtype
     return Prediction(mean.to(kind), variance.to(kind), share.to(kind))
 
 
-@torch.no_grad()
+def _check_logits(logits: Any, p: MFA, number: int, mean: Tensor) -> None:
+    if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(p) or logits.is_complex():
+        raise ValueError(f"network must return logits (B, classes), with B = {len(p)}, got {describe(logits)}")
+    if number > 1 and logits.shape != mean.shape:
+        raise ValueError(
+            f"network must return logits of the same classes every time, {mean.shape[1]}, got {describe(logits)}"
+        )
+
+
 def _named(ask: Callable[[Any], Any], images: Any) -> Any:
     """What a converted network or its density says of images; `p` is what our caller calls them."""
     try:

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from misconv._store import set_channels
+from misconv._torch import load_pickled
 
 __all__ = ["Units", "build_backbone", "pretrained_units"]
 
@@ -104,9 +104,10 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
                 f"--pretrained must be a safetensors file, got {path}, which is none or is damaged"
             ) from error
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = load_pickled(path)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-        raise ValueError(f"--pretrained must be weights that torch.save has written, got {path}") from error
+        reason = f": {error}" if "CVE" in str(error) else ""
+        raise ValueError(f"--pretrained must be weights that torch.save has written, got {path}{reason}") from error
     for key in ("state_dict", "model"):
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]

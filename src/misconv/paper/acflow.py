@@ -22,7 +22,7 @@ __all__ = ["ACFlow"]
 HALF_LEVEL = 1 / 512  # with it a byte k, which stands for k - ½ … k + ½, has 1/256 of the unit interval
 REACH = 3.0  # where 0 and 1 lie in logit space, whatever the margin: about what a standard normal variable takes
 STEEPEST = 2.0  # the largest log-scale of one coupling
-FARTHEST = 10.0  # logits beyond it look alike to a network, so that no coupling can make the next one overflow
+FARTHEST = 10.0  # the largest shift of one coupling; logits beyond it look alike to a network
 NEAREST = 1e-6  # to 0 and 1, before the logit
 ROUNDING = 1e-6  # a dequantised value may lie so far outside
 CHECKERBOARDS, CHANNELS, LAST = 3, 3, 4  # couplings of a scale, before and after its squeeze; and of the last scale
@@ -39,10 +39,11 @@ class ACFlow(nn.Module):
 
     .. math:: \log p(x_u \mid x_o) = \sum_u \log N(z_u; 0, 1) + \log |\det \partial z_u / \partial x_u|.
 
-    A coupling is z = (y + t) · exp(s) at the pixels that it changes; its network reads the seen pixels of the whole
-    image and which they are, too. Each scale has three checkerboards; then, with every 2×2 block as four channels,
-    three couplings of one half of the channels given the other. Half of the channels goes on to the next scale. The
-    density lives where the logit is defined: by default half a grey level beyond 0 and 1.
+    A coupling is z = (y + t) · exp(s) at the pixels that it changes, with bounded t and s; its network reads the seen
+    pixels of the whole image and which they are, too. Each scale has three checkerboards; then, with every 2×2 block as
+    four channels, three couplings of one half of the channels given the other. Half of the channels goes on to the next
+    scale. The density lives where the logit is defined: by default half a grey level beyond 0 and 1. What is
+    transformed has float64, whatever the networks have, so that the inverse is exact also where couplings are steep.
 
     Args:
         shape: (C, H, W) of the images. Rows and columns are padded, as seen ones, where 2×2 blocks do not fit.
@@ -89,7 +90,10 @@ class ACFlow(nn.Module):
         x, observed = self._check(x, observed)
         z, log_det = self.encode(x, observed)
         normal = -0.5 * (z.square() + math.log(2 * math.pi))
-        return normal.masked_fill(observed, 0).sum((1, 2, 3)) + log_det
+        density = normal.masked_fill(observed, 0).sum((1, 2, 3)) + log_det
+        # In float32, or in the type of the images or of the parameters where it holds more.
+        wide = torch.promote_types(next(self.parameters()).dtype, torch.float32)
+        return density.to(torch.promote_types(x.dtype, wide))
 
     def log_prob(self, x: Tensor, observed: Tensor) -> Tensor:
         """Log density (B,) of the hidden pixels given the seen ones, in nats, for pixels in units of 0 to 1.
@@ -105,11 +109,11 @@ class ACFlow(nn.Module):
     def encode(self, x: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
         """What the flow makes of complete images, (B, C, H, W), and the log-determinant (B,) of its Jacobian.
 
-        Hidden pixels become what is standard normal if the flow is right; seen ones their logits.
+        Hidden pixels become what is standard normal if the flow is right; seen ones their logits. Both have float64.
         """
         x, observed = self._check(x, observed)
         self._check_range(x, observed, complete=True)
-        y, slope = self._to_logits(self._of_type(x))
+        y, slope = self._to_logits(_double(x))
         hidden = ~observed.expand_as(x)
         link = slope.masked_fill(~hidden, 0).sum((1, 2, 3))
         y, known, contexts = self._prepare(y, hidden)
@@ -126,8 +130,8 @@ class ACFlow(nn.Module):
             raise ValueError(f"z must have the shape of x, {tuple(x.shape)}, got {describe(z)}")
         self._check_range(x, observed, complete=False)
         seen = observed.expand_as(x)
-        y, _ = self._to_logits(self._of_type(x).masked_fill(~seen, 0.5))
-        y, known, contexts = self._prepare(y.where(seen, self._of_type(z)), ~seen)
+        y, _ = self._to_logits(_double(x).masked_fill(~seen, 0.5))
+        y, known, contexts = self._prepare(y.where(seen, _double(z)), ~seen)
         y = self._cropped(self._decode(0, y, known, contexts))
         return torch.where(seen, x, self._from_logits(y).to(x.dtype))
 
@@ -140,8 +144,7 @@ class ACFlow(nn.Module):
         n = check_size("n", n)
         x, observed = self._check(x, observed)
         where = generator_device(generator, x.device)
-        size = (n, *x.shape)
-        z = torch.randn(size, generator=generator, device=where, dtype=self._of_type(x[:0]).dtype).to(x.device)
+        z = torch.randn((n, *x.shape), generator=generator, device=where, dtype=torch.float32).to(x.device)
         # One after the other: the memory of the networks does not grow with n.
         return torch.stack([self._completed(each, x, observed) for each in z])
 
@@ -158,11 +161,6 @@ class ACFlow(nn.Module):
         return torch.where(observed, x, self.decode(z, x, observed).clamp(0, 1))
 
     # Logits ----------------------------------------------------------------------------------------------------------
-
-    def _of_type(self, x: Tensor) -> Tensor:
-        """In float32, or in the type of the images or of the parameters where it holds more."""
-        wide = torch.promote_types(next(self.parameters()).dtype, torch.float32)
-        return x.to(torch.promote_types(x.dtype, wide))
 
     @property
     def _factor(self) -> float:
@@ -185,7 +183,7 @@ class ACFlow(nn.Module):
         block = 2 ** (self.scales - 1)
         more = (0, -self.shape[2] % block, 0, -self.shape[1] % block)
         y, hidden = F.pad(y, more), F.pad(hidden, more)
-        context = torch.cat([y.masked_fill(hidden, 0), (~hidden).to(y.dtype)], 1)
+        context = torch.cat([y.masked_fill(hidden, 0), ~hidden], 1).to(next(self.parameters()).dtype)
         contexts = [context]
         for _ in range(1, self.scales):
             contexts.append(_squeeze(contexts[-1]))
@@ -281,12 +279,21 @@ class _Coupling(nn.Module):
 
     def _affine(self, y: Tensor, known: Tensor, pattern: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
         active = ~(pattern | known)
-        read = FARTHEST * (y.masked_fill(active, 0) / FARTHEST).tanh()
-        given = torch.cat([read, active.to(y.dtype), context], 1)
-        # The network may be of half precision, and what it changes is not.
-        told = self.network(given.to(self.network.first.weight.dtype)).to(y.dtype)
-        shift, raw = told.masked_fill(torch.cat([~active, ~active], 1), 0).chunk(2, 1)
-        return shift, STEEPEST * (raw / STEEPEST).tanh()
+        given = torch.cat([_bounded(y.masked_fill(active, 0), FARTHEST).to(context.dtype), active, context], 1)
+        # The network has fewer digits than what it changes.
+        changes = self.network(given).to(y.dtype).masked_fill(torch.cat([~active, ~active], 1), 0)
+        shift, log_scale = changes.chunk(2, 1)
+        return _bounded(shift, FARTHEST), _bounded(log_scale, STEEPEST)
+
+
+def _bounded(values: Tensor, most: float) -> Tensor:
+    """About the same near 0, and never beyond ± `most`."""
+    return most * (values / most).tanh()
+
+
+def _double(x: Tensor) -> Tensor:
+    """In float64 wherever there is one."""
+    return x.to(torch.float32 if x.device.type == "mps" else torch.float64)
 
 
 class _Network(nn.Module):
@@ -305,11 +312,11 @@ class _Network(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, outside, H, W)."""
         x = self.first(x)
-        told = torch.zeros_like(x)
+        skipped = torch.zeros_like(x)
         for block, skip in zip(self.blocks, self.skips, strict=True):
             x = x + block(x)
-            told = told + skip(x)
-        out: Tensor = self.last(told.relu())
+            skipped = skipped + skip(x)
+        out: Tensor = self.last(skipped.relu())
         return out
 
 

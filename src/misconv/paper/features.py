@@ -6,7 +6,7 @@ same for all of them. It learns the labels, or of images without any, how they w
 
 from __future__ import annotations
 
-import time
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from misconv import store
+from misconv._torch import load_pickled
 from misconv._train import Job, as_floats, classifier_job, cosine_schedule, train
 from misconv.data import ImageSet
 from misconv.paper.cache import as_json
@@ -141,7 +142,9 @@ class Ruler:
         self._metric  # noqa: B018  # made when it is first asked for
 
     def distance(self, images: Tensor) -> float:
-        """Of images (N, C, H, W) from 0 to 1."""
+        """Of images (N, C, H, W) from 0 to 1; NaN of any that are not finite, as those of a training that diverged."""
+        if not bool(images.isfinite().all()):
+            return math.nan  # LAPACK may end the process for eigenvalues of NaN
         metric = self._metric.to(images.device)
         metric.reset()
         with torch.no_grad():
@@ -173,17 +176,18 @@ class Ruler:
             return nn.Sequential(network, nn.Linear(network.num_features, classes)).to(self.experiment.device)
 
     def _fit(self, settings: dict[str, Any], path: Path) -> None:
-        experiment, clock, classifier = self.experiment, time.perf_counter(), self._classifier()
+        experiment = self.experiment
+        job = self._job(self._classifier(), settings)
         experiment.say(f"{experiment.data.title}: learning {self.title}")
         checkpoint = experiment.cache.running(settings)
         (history,) = train(
-            [self._job(classifier, settings)], experiment.fabric, epochs=self.settings.epochs, checkpoint=checkpoint,
+            [job], experiment.fabric, epochs=self.settings.epochs, checkpoint=checkpoint,
             checkpoint_seconds=experiment.pause, progress=experiment.progress, title="features", transient=True,
         )  # fmt: skip
-        seconds = time.perf_counter() - clock
-        fitted = {**experiment.circumstances(), "shape": "any", "seconds": seconds, "history": history}
+        fitted = {**experiment.circumstances(), "shape": "any", "seconds": job.seconds, "history": history}
         experiment.cache.keep(settings, {"kind": "fit", **fitted})
-        store.save(classifier[0], path)
+        assert isinstance(job.module, nn.Sequential)
+        store.save(job.module[0], path)
         checkpoint.unlink(missing_ok=True)
 
     def _job(self, classifier: nn.Module, settings: dict[str, Any]) -> Job:
@@ -226,15 +230,19 @@ def _turned(images: Tensor, rows: Tensor, turns: Tensor) -> Any:
 def inception_file(file: str | Path | None, images: ImageSet) -> Path | None:
     """The weights of Inception, where they were given or are where torchmetrics looks, and can be used."""
     if file is not None:
-        return Path(file).expanduser()
+        try:
+            return Path(file).expanduser()
+        except RuntimeError as error:  # nobody has that name
+            raise ValueError(f"--inception must be a file, got {file}: {error}") from error
     usual = Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION
     return usual if usual.is_file() and images.shape[0] == 3 and find_spec("torch_fidelity") else None
 
 
 def check_ruler(images: ImageSet, file: str | Path | None) -> None:
     """Say before any training that the Fréchet distance of these images cannot be had."""
-    if file is not None:
-        _check_inception(images, Path(file).expanduser())
+    weights = inception_file(file, images)
+    if weights is not None:
+        _check_inception(images, weights)
         return
     height, width = images.shape[1:]
     if images.train_labels is None and height != width:
@@ -250,15 +258,23 @@ def _check_inception(images: ImageSet, file: Path) -> None:
             f"--inception is for images of 3 channels, got {images.name} with {images.shape[0]}; without it a network "
             "trained on the data set measures"
         )
-    if not file.is_file():
+    if not _is_file(file):
         raise ValueError(f"--inception must be a file, got {file}, and there is no such file")
     try:
-        weights = torch.load(file, map_location="cpu", weights_only=True)
+        weights = load_pickled(file)
     except Exception as error:  # pickle, zipfile and torch each have their own
-        raise ValueError(f"--inception must be weights that torch can load, got {file}") from error
+        reason = f": {error}" if "CVE" in str(error) else ""
+        raise ValueError(f"--inception must be weights that torch can load, got {file}{reason}") from error
     named = weights.items() if isinstance(weights, dict) else ()
-    shapes = {name: tuple(t.shape) for name, t in named if isinstance(t, Tensor)}
+    shapes = {name: tuple(t.shape) for name, t in named if isinstance(t, Tensor) and t.is_floating_point()}
     if any(shapes.get(name) != shape for name, shape in INCEPTION_LAYERS.items()):
         raise ValueError(f"--inception must be the weights of Inception v3 for the FID, {INCEPTION}, got {file}")
     if find_spec("torch_fidelity") is None:
         raise ImportError("Inception comes with torch-fidelity: pip install 'misconv[inception]'")
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # of a name that is too long
+        return False

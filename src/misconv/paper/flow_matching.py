@@ -127,7 +127,7 @@ class FlowMatching(nn.Module):
     def _velocity(self, state: Tensor, shown: Tensor, seen: Tensor, time: float) -> Tensor:
         # Where numbers have few digits, a time near 1 must not become 1, which is that of pixels that are shown.
         before = 1 - torch.finfo(state.dtype).eps
-        times = torch.where(seen, 1.0, min(time, before)).to(state.dtype)
+        times = torch.full_like(state, min(time, before)).masked_fill(seen, 1)
         if time == 0:
             prediction: Tensor = self(shown, times)  # noise tells nothing, and 0 stands for it
             return prediction - state

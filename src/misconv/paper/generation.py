@@ -238,7 +238,7 @@ class Generation:
             gone = ~self.experiment.test.observed[rows].expand_as(images)
             error, hidden = error + float((images - target).square()[gone].sum()), hidden + int(gone.sum())
             parts.append(image_scores(images, target))
-        figures = {key: _mean_of_finite(torch.cat([part[key] for part in parts])) for key in parts[0]}
+        figures = {key: _mean_of_inexact(torch.cat([part[key] for part in parts])) for key in parts[0]}
         figures["psnr_hidden"] = -10 * math.log10(max(error / hidden, EXACT))
         is_quick = self.ruler.is_quick and isinstance(model, WAE)
         return figures | ({"frechet": self.ruler.distance(self.samples(model))} if is_quick else {})
@@ -276,10 +276,10 @@ def _of(kinds: dict[str, str], kind: str) -> list[str]:
     return [name for name, its in kinds.items() if its == kind]
 
 
-def _mean_of_finite(values: Tensor) -> float:
-    """A completion without any error has an infinite PSNR, which no mean can hold."""
-    finite = values[values.isfinite()]
-    return float(finite.mean()) if len(finite) else -10 * math.log10(EXACT)
+def _mean_of_inexact(values: Tensor) -> float:
+    """A completion without any error has an infinite PSNR, which no mean can hold; NaN stays NaN."""
+    inexact = values[~values.isposinf()]
+    return float(inexact.mean()) if len(inexact) else -10 * math.log10(EXACT)
 
 
 def _flow_settings(name: str) -> MatchingSettings:

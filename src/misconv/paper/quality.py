@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from misconv._checks import check_images, check_observed, check_size, describe
+from misconv._modes import evaluating
 from misconv.mfa import MFA
 from misconv.paper.acflow import ACFlow
 
@@ -60,19 +60,19 @@ def quality(
     images, observed = _check(images, observed)
     check_size("batch_size", batch_size)
     parts = []
-    with _evaluating(density):
+    with evaluating(density):
         for x, seen in zip(images.split(batch_size), observed.split(batch_size), strict=True):
             x = x.to(torch.get_default_dtype()) / 255 if x.dtype == torch.uint8 else x
             parts.append(_each(density, x, seen))
     each = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    finite = each["psnr"].isfinite()
+    exact = each["psnr"].isposinf()
     return {
         "nll": float(each["nll"].mean()),
         "mse": float(each["error"].mean()),
         "mse_per_pixel": float(each["error"].sum() / each["hidden"].sum()),
-        "psnr": float(each["psnr"][finite].mean()) if finite.any() else math.inf,
+        "psnr": float(each["psnr"][~exact].mean()) if not exact.all() else math.inf,
         "ssim": float(each["ssim"].mean()),
-        "exact": float((~finite).sum()),
+        "exact": float(exact.sum()),
         "images": float(len(images)),
     }
 
@@ -138,19 +138,6 @@ def psnr_and_ssim(filled: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
         ssim = metrics.structural_similarity_index_measure(filled, truth, **options)
     assert isinstance(ssim, Tensor)  # one result was asked for
     return psnr, ssim
-
-
-@contextmanager
-def _evaluating(density: Any) -> Iterator[None]:
-    """Eval mode; afterwards every part of the module has its own mode again."""
-    modes = [(part, part.training) for part in density.modules()] if isinstance(density, nn.Module) else []
-    try:
-        for part, _ in modes:
-            part.training = False
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 def _check(images: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:

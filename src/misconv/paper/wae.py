@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from misconv._checks import describe
+from misconv._checks import check_images, check_observed, describe
 from misconv._train import EpochRecord, Job
 from misconv.paper.cache import as_json
 from misconv.paper.inputs import IncompleteImages, Take
@@ -137,7 +137,10 @@ def reconstruction_loss(images: Tensor, x: Tensor, observed: Tensor) -> Tensor:
         >>> reconstruction_loss(torch.zeros(1, 1, 1, 2), x, observed).item()
         0.25
     """
-    hidden = ~observed.expand_as(x)
+    check_images("images", images)
+    if x.shape != images.shape:
+        raise ValueError(f"x must have the shape of images, {tuple(images.shape)}, got {describe(x)}")
+    hidden = ~check_observed("observed", observed, x).expand_as(x)
     error = (images - x.masked_fill(hidden, 0)).masked_fill(hidden, 0)
     return error.square().sum() / (~hidden).sum().clamp_min(1)
 
