@@ -28,7 +28,6 @@ from misconv.paper.classification import Experiment
 from misconv.paper.command import fabric_on
 from misconv.paper.densities import job_of, make_density
 from misconv.paper.generation import FLOW, Generation
-from misconv.paper.methods import method_named
 from misconv.paper.settings import FULL, MIXED, VALIDATION
 from misconv.paper.wae import SETTINGS as AUTOENCODERS
 
@@ -134,8 +133,8 @@ def make_jobs(row: Row, device: str, folder: Path) -> tuple[list[Job], Experimen
     seeds = range(row.count)
     if row.network == "classifier":
         found = experiment(_settings(row).classifier.batch_size, VALIDATION)
-        take = found.take(method_named("zero"), "train")
-        return [found._job(method_named("zero"), seed, take) for seed in seeds], found
+        inputs = found.inputs_of("zero")
+        return [found._job("zero", seed, found.unit("zero", seed), inputs) for seed in seeds], found
     if row.network in ("wae", "flow matching"):
         settings = replace(AUTOENCODERS[row.dataset], precision=row.precision)
         name = FLOW.name if row.network == "flow matching" else "zero"

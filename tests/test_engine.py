@@ -486,9 +486,10 @@ def test_what_is_recorded(fabric: Fabric) -> None:
     assert history == [
         {"epoch": float(e), "images": 50.0, "numbers": 1225.0, "score": s} for e, s in enumerate([3.0, 1.0, 1.0, 2.0])
     ]
-    # Of two equally good epochs the first; and neither the last one nor the start.
-    assert same(spied.module, states[1])
-    assert not any(same(spied.module, other) for other in (states[0], states[2], states[3]))
+    # Of two equally good epochs the last; and neither the last of all nor the start.
+    assert same(spied.module, states[2])
+    assert spied.kept == history.kept == 2
+    assert not any(same(spied.module, other) for other in (states[0], states[1], states[3]))
 
 
 def test_without_a_score_the_last_epoch_is_taken(fabric: Fabric) -> None:

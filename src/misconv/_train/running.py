@@ -46,7 +46,8 @@ class Job:
             indices of its images, or what `stream` yields.
         figures: how many.
         summarise: from these sums over an epoch to what is recorded.
-        evaluate: model -> a score, lower is better (-inf: take the last epoch), and what is recorded.
+        evaluate: model -> a score, lower is better (-inf: take the last epoch), and what is recorded. Of equal scores,
+            as accuracies on few images are, the last one's parameters are kept.
         tolerance: the standard error of that score. Where a `schedule` lets the learning rate fall, the last parameters
             are kept whose score is not worse than the best by more than that: by chance an earlier one may look better.
         size: how many images; of a stream 0 where that is not known. batch_size: how many in a step.
@@ -261,7 +262,7 @@ class Running:
         if better:
             self.best_score, self.best_epoch = score, number
             self.tolerance = self.job.tolerance() if self.job.tolerance and self.job.schedule else 0.0
-        if better or (self.tolerance > 0 and score <= self.best_score + self.tolerance):
+        if score <= self.best_score + self.tolerance:
             self.job.kept = number
             assert self.loan is not None
             self.loan.result = copy.deepcopy(self.job.module.state_dict())

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from misconv import missing, store
 from misconv._store import commit, device_name, versions
-from misconv._train import Job, as_floats, classifier_job, count_right, one_device, train
+from misconv._train import History, Job, as_floats, classifier_job, count_right, one_device, train
 from misconv.data import ImageSet
 from misconv.density import SMFA, ConvDMFA
 from misconv.layers import MisConv2d
@@ -48,12 +48,27 @@ from misconv.training import fit_density
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["Experiment", "Trained"]
+__all__ = ["Experiment", "MethodInputs", "Trained", "side_by_side"]
 
 
 Fit = tuple[str, AnySettings, dict[str, Any]]  # a density's name and settings, and those of its unit
 # How many classifiers are trained side by side on a GPU, and how often their state is put on the disk.
 SIDE_BY_SIDE, CHECKPOINT_SECONDS = 48, 60.0
+
+
+@dataclass(frozen=True)
+class MethodInputs:
+    """What the classifier of a method is given.
+
+    Args:
+        first_layer: makes the first layer for images of some channels.
+        train: how it is given training images. test: the same of incomplete and of complete test images, made when it
+            is called.
+    """
+
+    first_layer: Callable[[int], nn.Module]
+    train: Take
+    test: Callable[[], tuple[Take, Take]]
 
 
 @dataclass
@@ -62,7 +77,7 @@ class Trained:
 
     Args:
         settings: what makes its unit what it is.
-        history: a record for each epoch.
+        history: a record for each epoch, and which of them is that of the network.
         seconds: its share of the time.
         side_by_side: how many classifiers were trained at a time.
         variant: what was done otherwise than usual, if anything was.
@@ -72,7 +87,7 @@ class Trained:
     method: Method
     seed: int
     network: nn.Module
-    history: list[dict[str, float]]
+    history: History
     seconds: float
     side_by_side: int
     variant: str | None = None
@@ -287,19 +302,47 @@ class Experiment:
         """Of all names with all seeds, each of which is a unit; those that are not there are trained side by side."""
         wanted = [(name, seed) for name in names for seed in seeds]
         todo = [each for each in wanted if self.cache.get(unit(*each), kind) is None]
-        limit = SIDE_BY_SIDE if self.device.type == "cuda" else max(len(seeds), 1)
-        for start in range(0, len(todo), limit):
-            train(todo[start : start + limit])
+        self.in_turns(todo, len(seeds), train)
         found = [self.cache.get(unit(*each), kind) for each in wanted]
         return [record for record in found if record is not None]
 
+    def in_turns(
+        self, todo: Sequence[tuple[str, int]], seeds: int, train: Callable[[Sequence[tuple[str, int]]], None]
+    ) -> None:
+        """Train as many of some units at a time as the device takes; a CPU all seeds of a method."""
+        limit = SIDE_BY_SIDE if self.device.type == "cuda" else max(seeds, 1)
+        for start in range(0, len(todo), limit):
+            train(todo[start : start + limit])
+
+    def inputs_of(self, name: str) -> MethodInputs:
+        """What the classifier of a method is given."""
+        method = method_named(name)
+        return MethodInputs(
+            method.first_layer,
+            self.take(method, "train"),
+            lambda: (self.take(method, "test"), method.complete(self.whole("test"))),
+        )
+
     def _train(self, units: Sequence[tuple[str, int]]) -> None:
-        """Train some classifiers side by side."""
-        methods = {name: method_named(name) for name, _ in units}
-        takes = {name: self.take(method, "train") for name, method in methods.items()}
-        titles = ", ".join(method.title for method in methods.values())
-        self.say(f"{self.data.title}, {self.shape}: training {titles}; {len(units)} side by side")
-        jobs = [self._job(methods[name], seed, takes[name]) for name, seed in units]
+        titles = ", ".join(dict.fromkeys(method_named(name).title for name, _ in units))
+        self.train_units(units, self.unit, self.inputs_of, titles)
+
+    def train_units(
+        self,
+        units: Sequence[tuple[str, int]],
+        unit: Callable[[str, int], dict[str, Any]],
+        inputs_of: Callable[[str], MethodInputs],
+        titles: str,
+        variant: str | None = None,
+    ) -> None:
+        """Train some classifiers side by side, test them, and keep their records.
+
+        Args:
+            titles: what is said to be trained. variant: what is done otherwise than usual, if anything is.
+        """
+        inputs = {name: inputs_of(name) for name, _ in units}
+        self.say(f"{self.data.title}, {self.shape}: training {titles}{side_by_side(len(units))}")
+        jobs = [self._job(name, seed, unit(name, seed), inputs[name]) for name, seed in units]
         checkpoint = self.cache.running([job.settings for job in jobs])
         histories = train(
             jobs, self.fabric, epochs=self.settings.classifier.epochs, checkpoint=checkpoint,
@@ -307,9 +350,9 @@ class Experiment:
         )  # fmt: skip
         tested = []
         for (name, seed), job, history in zip(units, jobs, histories, strict=True):
-            trained = Trained(self.unit(name, seed), methods[name], seed, job.module, history, job.seconds, len(jobs))
-            takes_of_test = self.take(methods[name], "test"), methods[name].complete(self.whole("test"))
-            tested.append((trained.settings, self.test_once(trained, *takes_of_test)))
+            method = method_named(name)
+            trained = Trained(unit(name, seed), method, seed, job.module, history, job.seconds, len(jobs), variant)
+            tested.append((trained.settings, self.test_once(trained, *inputs[name].test())))
         self.keep(tested, [checkpoint])
 
     def keep(self, tested: Sequence[tuple[dict[str, Any], Record]], checkpoints: Sequence[Path]) -> None:
@@ -323,20 +366,20 @@ class Experiment:
             for checkpoint in checkpoints:
                 checkpoint.unlink(missing_ok=True)
 
-    def _job(self, method: Method, seed: int, take: Take) -> Job:
+    def _job(self, name: str, seed: int, settings: dict[str, Any], inputs: MethodInputs) -> Job:
         chosen, labels = self.settings.classifier, self.labels[0]
         rows, held = self.split
         return classifier_job(
-            self.network(method.first_layer, chosen.kind, seed), _at(take, rows), labels[rows], self.fabric,
-            validation_inputs=_at(take, held), validation_labels=labels[held], batch_size=chosen.batch_size,
-            learning_rate=chosen.learning_rate, seed=seed, settings=self.unit(method.name, seed),
-            name=f"{method.title}, seed {seed},", count=False,
+            self.network(inputs.first_layer, chosen.kind, seed), _at(inputs.train, rows), labels[rows], self.fabric,
+            validation_inputs=_at(inputs.train, held), validation_labels=labels[held], batch_size=chosen.batch_size,
+            learning_rate=chosen.learning_rate, seed=seed, settings=settings,
+            name=f"{method_named(name).title}, seed {seed},", count=False,
         )  # fmt: skip
 
     def test_once(self, trained: Trained, incomplete: Take, whole: Take) -> Record:
         """Look at the test images, once: as they are, and with nothing missing."""
         network = trained.network.eval()
-        best = max(trained.history, key=lambda record: record["validation_accuracy"])
+        best = trained.history[trained.history.kept]
         truth = self.labels[1]
         first = getattr(network, "first", None)
         if trained.method.name == "misconv_dmfa" and isinstance(first, MisConv2d):  # for the figure of its responses
@@ -416,3 +459,8 @@ class Experiment:
 
 def _at(take: Take, rows: Tensor) -> Take:
     return lambda indices: take(rows[indices])
+
+
+def side_by_side(count: int) -> str:
+    """What is said of some trainings, unless there is one alone."""
+    return f"; {count} side by side" if count > 1 else ""

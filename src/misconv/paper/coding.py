@@ -12,6 +12,8 @@ SVHN and CIFAR-10 it trains with −1 and tests with 0. Then
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from misconv import impute
-from misconv._train import classifier_job, train
 from misconv.layers import MisConv2d
-from misconv.paper.classification import Experiment, Trained
+from misconv.paper.classification import Experiment, MethodInputs
 from misconv.paper.inputs import IncompleteImages, Take, point
-from misconv.paper.methods import Method, method_named
 from misconv.paper.networks import WIDTH
 from misconv.paper.scores import Record
 
@@ -68,9 +68,8 @@ def _smfa_in_training(x: Tensor, observed: Tensor) -> Any:
 
 IN_TRAINING: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "mask": _mask_in_training,
-    "partial": _partial_in_training,
     "misconv_smfa": _smfa_in_training,
-}
+}  # of partial convolution, which reads what is hidden, see `_inputs_of`
 
 
 def run_coding(experiment: Experiment, seeds: Sequence[int]) -> list[Record]:
@@ -80,61 +79,26 @@ def run_coding(experiment: Experiment, seeds: Sequence[int]) -> list[Record]:
     def unit(name: str, seed: int) -> dict[str, Any]:
         return {**experiment.unit(name, seed), "variant": VARIANT}
 
-    wrong = experiment.records(MISCODED, seeds, unit, lambda units: _train(experiment, units, unit))
+    def train(units: Sequence[tuple[str, int]]) -> None:
+        experiment.train_units(units, unit, partial(_inputs_of, experiment), "with regions coded −1", VARIANT)
+
+    wrong = experiment.records(MISCODED, seeds, unit, train)
     records = [*right, *({**record, "coding": "wrong"} for record in wrong)]
     return [{**record, "kind": "coding"} for record in records]
 
 
-def _train(
-    experiment: Experiment, units: Sequence[tuple[str, int]], unit: Callable[[str, int], dict[str, Any]]
-) -> None:
-    experiment.say(f"{experiment.data.title}, {experiment.shape}: training with regions coded −1; {len(units)} of them")
-    chosen, labels = experiment.settings.classifier, experiment.labels[0]
-    rows, held = experiment.split
-    jobs = []
-    for name, seed in units:
-        first = signed_layer if name == "partial" else method_named(name).first_layer
-        take = _in_training(experiment, name)
-        jobs.append(
-            classifier_job(
-                experiment.network(first, chosen.kind, seed), _at(take, rows), labels[rows], experiment.fabric,
-                validation_inputs=_at(take, held), validation_labels=labels[held], batch_size=chosen.batch_size,
-                learning_rate=chosen.learning_rate, seed=seed, settings=unit(name, seed), count=False,
-                name=f"{name}, seed {seed},",
-            )
-        )  # fmt: skip
-    checkpoint = experiment.cache.running([job.settings for job in jobs])
-    histories = train(
-        jobs, experiment.fabric, epochs=chosen.epochs, checkpoint=checkpoint, checkpoint_seconds=experiment.pause,
-        progress=experiment.progress, title=f"{len(jobs)} classifiers", transient=True,
-    )  # fmt: skip
-    tested = []
-    for (name, seed), job, history in zip(units, jobs, histories, strict=True):
-        method = method_named(name)
-        trained = Trained(unit(name, seed), method, seed, job.module, history, job.seconds, len(jobs), VARIANT)
-        tested.append((trained.settings, experiment.test_once(trained, *_in_test(experiment, method))))
-    experiment.keep(tested, [checkpoint])
-
-
-def _in_training(experiment: Experiment, name: str) -> Take:
-    data = experiment.train
+def _inputs_of(experiment: Experiment, name: str) -> MethodInputs:
+    """Training images are coded as in the authors' code, test images right."""
+    usual, data = experiment.inputs_of(name), experiment.train
     if name == "partial":  # reads what is hidden
         whole = experiment.whole("train")
-        return lambda rows: _partial_in_training(whole.at(rows)[0], data.observed[rows])
-    return lambda rows: IN_TRAINING[name](*data.at(rows))
-
-
-def _in_test(experiment: Experiment, method: Method) -> tuple[Take, Take]:
-    """Incomplete and complete test images, coded right."""
-    whole = experiment.whole("test")
-    if method.name == "partial":
-        return tuple(_partial_take(data) for data in (experiment.test, whole))  # type: ignore[return-value]  # two
-    return experiment.take(method, "test"), method.complete(whole)
+        return MethodInputs(
+            signed_layer,
+            lambda rows: _partial_in_training(whole.at(rows)[0], data.observed[rows]),
+            lambda: (_partial_take(experiment.test), _partial_take(experiment.whole("test"))),
+        )
+    return replace(usual, train=lambda rows: IN_TRAINING[name](*data.at(rows)))
 
 
 def _partial_take(data: IncompleteImages) -> Take:
     return lambda rows: _partial_in_test(*data.at(rows))
-
-
-def _at(take: Take, rows: Tensor) -> Take:
-    return lambda indices: take(rows[indices])

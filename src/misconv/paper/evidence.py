@@ -208,7 +208,9 @@ def _recipe_rows(records: Sequence[Record], apart: Sequence[str]) -> list[list[s
     for key in ("ece", "abstention", "accuracy_complete"):
         add(key)
     for name, cells in rows.items():
-        errors = scores(records, "rmse", method=name).values()  # rows of one density have one mean
+        errors = scores(
+            records, "rmse", method=name
+        ).values()  # one and the same but where it learns with the classifier
         cells.append(as_number(fmean(errors), 4) if errors else NOTHING)
     return list(rows.values())
 

@@ -29,7 +29,7 @@ from misconv._train import Job, train
 from misconv.data import ImageSet
 from misconv.paper import figures
 from misconv.paper.cache import as_json
-from misconv.paper.classification import Experiment
+from misconv.paper.classification import Experiment, side_by_side
 from misconv.paper.features import FEATURES, FeatureSettings, Ruler, check_ruler
 from misconv.paper.flow_matching import FlowMatching
 from misconv.paper.matching import SETTINGS as MATCHING
@@ -164,7 +164,7 @@ class Generation:
         is_flow = units[0][0] == FLOW.name  # then all of them are
         what, epochs = ("flows", self.flow_settings.epochs) if is_flow else ("WAEs", self.settings.epochs)
         titles = ", ".join(dict.fromkeys(row_named(name).title for name, _ in units))
-        experiment.say(f"{experiment.data.title}: training {what}, {titles}; {len(units)} side by side")
+        experiment.say(f"{experiment.data.title}: training {what}, {titles}{side_by_side(len(units))}")
         jobs = [self._job(name, seed) for name, seed in units]
         checkpoint = experiment.cache.running([job.settings for job in jobs])
         fabric = experiment.fabric if is_flow else self.fabric

@@ -25,9 +25,9 @@ from misconv.mfa import MFA
 from misconv.paper import splitting
 from misconv.paper.augment import EXTRA, Augmented, FreshlyHidden, Versions
 from misconv.paper.cache import as_json
-from misconv.paper.classification import Experiment
+from misconv.paper.classification import Experiment, side_by_side
 from misconv.paper.completions import SAMPLES, Sampled
-from misconv.paper.densities import DensitySettings
+from misconv.paper.densities import DensitySettings, make_density
 from misconv.paper.inputs import CachedMFA, IncompleteImages, Take, point
 from misconv.paper.measures import log_probabilities, measures
 from misconv.paper.methods import method_named
@@ -46,6 +46,7 @@ __all__ = ["RECIPES", "Joint", "RecipeSettings", "Runs", "Work", "recipe_of"]
 
 CHUNK = 1024  # images that a density sees at a time
 JUDGED = 4  # completions of every validation image
+TUNED_SEED = 1_000_000  # added to that of a row for the order of images in joint fine-tuning
 SUPMIWAE, SPLITTING = SupMIWAESettings(), SplittingSettings()
 
 
@@ -121,13 +122,14 @@ class Joint(nn.Module):
 
 @dataclass
 class Work:
-    """A row with a seed, on its way."""
+    """A row with a seed: its network, and the records of its training, of which `kept` is that of the network."""
 
     row: Row
     seed: int
     settings: dict[str, Any]  # of its unit
     network: nn.Module
     history: list[dict[str, float]] = field(default_factory=list)
+    kept: int = -1
     seconds: float = 0.0
 
     @property
@@ -186,18 +188,23 @@ class Runs:
         return [record for record in found if record is not None]
 
     def networks(self, names: Sequence[str], seeds: Sequence[int]) -> dict[tuple[str, int], Work]:
-        """The trained networks of all rows with all seeds; those whose file is not there are trained again."""
+        """The trained networks of all rows with all seeds; those whose file is not there are trained again.
+
+        Their records are then those of the new networks: on a GPU no two trainings end with the same bits.
+        """
         self.run(names, seeds)
         wanted = [(name, seed) for name in names for seed in seeds]
         lost = [each for each in wanted if not self.experiment.cache.network(self.unit(*each)).exists()]
         if lost:
-            self._train(lost)
+            self.experiment.say(f"{len(lost)} networks are not in the folder: they are trained and measured again")
+            self.experiment.in_turns(lost, len(seeds), self._train)
         return {each: self._load(*each) for each in wanted}
 
     def _load(self, name: str, seed: int) -> Work:
         work = self._work(name, seed)
         if self._is_tuned(work.row) and bool((self.experiment.cache.get(work.settings) or {}).get("joint")):
-            work.network = self._joint(work)
+            # All of its values come from the file.
+            work.network = self._joint(work, make_density(self.recipe.density, self.experiment.data.shape))
         store.load(self.experiment.cache.network(work.settings), into=work.network)
         work.network.to(self.experiment.device).eval()
         return work
@@ -263,14 +270,13 @@ class Runs:
                 network = SupMIWAE(network, experiment.data.shape, self.recipe.supmiwae, JUDGED).to(experiment.device)
         return Work(row, seed, self.unit(name, seed), network)
 
-    def _joint(self, work: Work) -> Joint:
-        density = copy.deepcopy(self.experiment.density("unet", self.recipe.density)).requires_grad_(True)
-        return Joint(density, copy.deepcopy(work.network), work.row.form)
+    def _joint(self, work: Work, density: nn.Module) -> Joint:
+        return Joint(copy.deepcopy(density).requires_grad_(True), copy.deepcopy(work.network), work.row.form)
 
     def _train(self, units: Sequence[tuple[str, int]]) -> None:
         experiment, works = self.experiment, [self._work(*each) for each in units]
         titles = ", ".join(dict.fromkeys(work.row.title for work in works))
-        experiment.say(f"{experiment.data.title}, {experiment.shape}: training {titles}; {len(works)} side by side")
+        experiment.say(f"{experiment.data.title}, {experiment.shape}: training {titles}{side_by_side(len(works))}")
         tuned = [work for work in works if self._is_tuned(work.row)]
         others = [work for work in works if not self._is_tuned(work.row)]
         checkpoints = [self._stage(others, self.recipe.epochs)] if others else []
@@ -281,34 +287,39 @@ class Runs:
         for work in works:
             takes = self.given(work, experiment.test, said), self.given(work, experiment.whole("test"), {})
             record = self._record(work, len(works), *takes)
-            if work.source in said:
-                record["rmse"] = self._rmse(work.source, said[work.source])
+            if isinstance(work.network, Joint):  # its density is its own
+                record["rmse"] = self._rmse(CachedMFA(work.network.density, experiment.test, CHUNK))
+            elif work.source in said:
+                if work.source not in self._errors:
+                    self._errors[work.source] = self._rmse(said[work.source])
+                record["rmse"] = self._errors[work.source]
             store.save(work.network, experiment.cache.network(work.settings))
             tested.append((work.settings, record))
         experiment.keep(tested, checkpoints)
 
     @torch.no_grad()
-    def _rmse(self, source: str, said: CachedMFA) -> float:
-        """Of the mean that a source says of the hidden pixels of the test images."""
-        if source not in self._errors:
-            truth, hidden = self.experiment.whole("test"), ~self.experiment.test.observed
-            total = count = 0.0
-            for rows in torch.arange(len(truth), device=hidden.device).split(CHUNK):
-                apart = (said(rows).mean - truth.at(rows)[0]).masked_fill(~hidden[rows], 0).double()
-                total, count = total + float(apart.square().sum()), count + apart.shape[1] * float(hidden[rows].sum())
-            self._errors[source] = math.sqrt(total / count)
-        return self._errors[source]
+    def _rmse(self, said: CachedMFA) -> float:
+        """Of the mean of the hidden pixels of the test images."""
+        truth, hidden = self.experiment.whole("test"), ~self.experiment.test.observed
+        total = count = 0.0
+        for rows in torch.arange(len(truth), device=hidden.device).split(CHUNK):
+            error = (said(rows).mean - truth.at(rows)[0]).masked_fill(~hidden[rows], 0).double()
+            total, count = total + float(error.square().sum()), count + error.shape[1] * float(hidden[rows].sum())
+        return math.sqrt(total / count)
 
     def _tune(self, works: Sequence[Work]) -> Path:
         """Train each network together with a copy of its density; returns where the checkpoint is."""
-        before = [(work.network, work.history) for work in works]
+        before = [(work.network, work.history, work.kept) for work in works]
+        density = self.experiment.density("unet", self.recipe.density)
         for work in works:
-            work.network = self._joint(work)
+            work.network = self._joint(work, density)
         checkpoint = self._stage(works, self.recipe.tuned, tuned=True)
-        for work, (network, history) in zip(works, before, strict=True):
+        for work, (network, history, kept) in zip(works, before, strict=True):
             # All epochs compete; where no later one is better, the network stays as it was before.
-            if _best(history)["validation_accuracy"] >= _best(work.history)["validation_accuracy"]:
-                work.network = network
+            if _is_better(work.history[work.kept], history[kept]):
+                work.kept += len(history)
+            else:
+                work.network, work.kept = network, kept
             later = [{**record, "epoch": record["epoch"] + len(history)} for record in work.history]
             work.history = history + later
         return checkpoint
@@ -322,7 +333,7 @@ class Runs:
             checkpoint_seconds=self.experiment.pause, title=f"{len(jobs)} classifiers", transient=True,
         )  # fmt: skip
         for work, job, history in zip(works, jobs, histories, strict=True):
-            work.history = list(history)
+            work.history, work.kept = list(history), history.kept
             work.seconds += job.seconds
         return checkpoint
 
@@ -332,10 +343,12 @@ class Runs:
         formed: Callable[[Take], Take] = (lambda take: take) if tuned else (lambda take: _formed(work.row, take))
         rate = recipe.supmiwae.learning_rate if work.row.marginal else recipe.learning_rate
         rate = recipe.tuned_learning_rate if tuned else rate
+        # Joint fine-tuning goes on with other orders and moves of the images than those of the first epochs.
+        done, order = len(work.history), work.seed + (TUNED_SEED if tuned else 0)
         job = classifier_job(
             work.network, formed(augmented), labels[rows], self.fabric,
             validation_inputs=formed(as_they_are), validation_labels=labels[held], batch_size=recipe.batch_size,
-            seed=work.seed, begin=augmented.begin, learning_rate=cosine_schedule(rate, epochs),
+            seed=order, begin=lambda epoch: augmented.begin(done + epoch), learning_rate=cosine_schedule(rate, epochs),
             learning_rate_scale={"density.": recipe.density_learning_rate_scale} if tuned else None,
             settings=work.settings | {"stage": "tuned" if tuned else "epochs"},
             name=f"{work.row.title}, seed {work.seed},", count=False,
@@ -362,7 +375,7 @@ class Runs:
 
     def _record(self, work: Work, side_by_side: int, incomplete: Take, whole: Take) -> Record:
         """Look at the test images, once: as they are, and with nothing missing."""
-        experiment, best = self.experiment, _best(work.history)
+        experiment, best = self.experiment, work.history[work.kept]
         truth = experiment.labels[1]
         average_more(work.network)
         found = [
@@ -404,5 +417,5 @@ def _bound(take: Take, labels: Tensor) -> Callable[[nn.Module, Tensor], tuple[Te
     return loss
 
 
-def _best(history: list[dict[str, float]]) -> dict[str, float]:
-    return max(history, key=lambda record: record["validation_accuracy"])
+def _is_better(later: dict[str, float], earlier: dict[str, float]) -> bool:
+    return later["validation_accuracy"] > earlier["validation_accuracy"]
