@@ -160,9 +160,17 @@ def test_a_seeded_folder_knows_what_is_there(tool: dict[str, Any], tmp_path: Pat
         record("mfa", 0, "ours", "objective", objective="ours"),
     ]
     results, _ = files(tool, tmp_path, known, known)
-    tool["main"](["--results", str(results), "seed", str(tmp_path / "cache")])
+    assert tool["seed"](tmp_path / "cache", results) == 2  # ingredients are often of another run
+    tool["main"](["--results", str(results), "seed", str(tmp_path / "cache"), "--only", *tool["UNITS"]])
     cache = Cache(tmp_path / "cache")
     assert cache.get(known[0]["settings"], "recipe") == known[0]
+    # Two runs by the same settings are not mixed: a table would compare rows of one with rows of the other.
+    again = record("mask", 0, kind="ingredient", variant="whole", accuracy_incomplete=0.4)
+    tool["write"](results / "svhn-ingredients.json", [again])
+    with pytest.raises(SystemExit, match=r"svhn-ingredients.json and svhn-recipe.json hold different numbers of mask"):
+        tool["seed"](tmp_path / "other", results, list(tool["UNITS"]))
+    assert tool["seed"](tmp_path / "other", results, ["recipe"]) == 1
+    assert Cache(tmp_path / "other").get(known[0]["settings"], "recipe") == known[0]
     # What a table shows under a name of its own stands there as what it is: a row of a recipe, or of Table 1.
     variant, objective = (cache.get(each["settings"]) for each in known[1:])
     assert variant == record("misconv", 0, "whole")

@@ -1,7 +1,7 @@
 """Take the records of `misconv table` into `results/paper`, and give a folder of `misconv table` those that are there.
 
     python tools/records.py merge misconv-paper/table-B-svhn.json … [--results results/paper] [--commit COMMIT]
-    python tools/records.py seed misconv-paper [--results results/paper]
+    python tools/records.py seed misconv-paper [--only recipe …] [--results results/paper]
 
 A GPU is often rented, and its folder of finished work is gone afterwards. What was copied from it is merged:
 a new record replaces that of the same row, seed and region. Where the code had gone there without its history, and
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from misconv import store
-from misconv.paper.cache import Cache
+from misconv.paper.cache import Cache, key
 from misconv.paper.scores import Record
 
 ROOT = Path(__file__).parent.parent
@@ -151,17 +151,35 @@ def merge(paths: Iterable[Path], results: Path, commit: str | None = None) -> li
     return told
 
 
-def seed(folder: Path, results: Path) -> int:
-    """Put the records of units into a folder of `misconv table`; returns how many."""
-    cache, count = Cache(folder), 0
+def seed(folder: Path, results: Path, only: Sequence[str] = ()) -> int:
+    """Put the records of units into a folder of `misconv table`; returns how many.
+
+    Args:
+        only: kinds of records; if none is named all but ingredients, which are often of another run than Table B.
+    """
+    units: dict[str, tuple[Path, Record]] = {}
     for path in sorted(results.glob("*.json")):
         for record in read(path):
-            if record["kind"] in UNITS:
-                kind, added = UNITS[record["kind"]]
-                kept = {name: value for name, value in record.items() if name not in added}
-                cache.keep(record["settings"], kept | {"kind": kind})
-                count += 1
-    return count
+            if record["kind"] not in (only or UNITS.keys() - {INGREDIENT}):
+                continue
+            kind, added = UNITS[record["kind"]]
+            kept = {name: value for name, value in record.items() if name not in added} | {"kind": kind}
+            other, same = units.setdefault(key(record["settings"]), (path, kept))
+            if numbers_of(same) != numbers_of(kept):
+                raise SystemExit(
+                    f"{other.name} and {path.name} hold different numbers of {record['method']}, seed "
+                    f"{record['seed']}, by the same settings, as of two runs, which are not to be mixed: name kinds, "
+                    "as --only recipe"
+                )
+    cache = Cache(folder)
+    for _, record in units.values():
+        cache.keep(record["settings"], record)
+    return len(units)
+
+
+def numbers_of(record: Record) -> dict[str, float]:
+    """What was measured, but for the time it took."""
+    return {name: value for name, value in record.items() if isinstance(value, float) and name != "seconds"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -172,14 +190,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     merging = commands.add_parser("merge")
     merging.add_argument("files", type=Path, nargs="+")
     merging.add_argument("--commit", help="of records that do not know their own")
-    commands.add_parser("seed").add_argument("folder", type=Path)
+    seeding = commands.add_parser("seed")
+    seeding.add_argument("folder", type=Path)
+    seeding.add_argument("--only", nargs="+", choices=list(UNITS), default=[], help="kinds of records")
     options = parser.parse_args(arguments)
     if options.command == "merge":
         if options.commit is not None and not is_known(options.commit):
             raise SystemExit(f"--commit must be a whole commit, of 40 digits, got {options.commit!r}")
         print("\n".join(merge(options.files, options.results, options.commit)))
     else:
-        print(f"{seed(options.folder, options.results)} records in {options.folder}")
+        print(f"{seed(options.folder, options.results, options.only)} records in {options.folder}")
 
 
 if __name__ == "__main__":
