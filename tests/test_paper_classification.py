@@ -30,7 +30,8 @@ from misconv.paper.classification import Experiment, Trained
 from misconv.paper.densities import DensitySettings
 from misconv.paper.flows import FlowSettings
 from misconv.paper.inputs import IncompleteImages, Take
-from misconv.paper.methods import TRAINED, Method, method_named
+from misconv.paper.methods import METHODS as ALL_METHODS
+from misconv.paper.methods import Method, method_named
 from misconv.paper.quality import quality
 from misconv.paper.scores import Record
 from misconv.paper.settings import SHAPES, ClassifierSettings, Settings
@@ -45,7 +46,7 @@ SETTINGS = Settings(
     classifier=ClassifierSettings("small", epochs=1, batch_size=40, learning_rate=5e-3),
     acflow=FlowSettings(epochs=1, scales=2, width=2, blocks=1, batch_size=40),
 )
-METHODS = [method.name for method in TRAINED]
+METHODS = [method.name for method in ALL_METHODS]
 DENSITIES = {"smfa": SETTINGS.smfa, "dmfa": SETTINGS.dmfa}
 FIELDS = {
     "dataset", "shape", "method", "seed", "accuracy_incomplete", "accuracy_complete", "epoch", "seconds", "settings", "device",
@@ -472,7 +473,7 @@ def test_whatever_differs_makes_another_unit(tmp_path: Path) -> None:
     ):
         changed = {kind: replace(SETTINGS.density(kind), **change)}  # type: ignore[arg-type]  # fields of different types
         other = Spied(tmp_path, settings=replace(SETTINGS, **changed))
-        units += [other.unit(method.name, 0) for method in TRAINED if method.density == kind]
+        units += [other.unit(method.name, 0) for method in ALL_METHODS if method.density == kind]
         densities.append(other.density_settings(kind))
         # Who has no part in it stays as it was.
         assert other.unit("zero", 0) == experiments[0].unit("zero", 0)

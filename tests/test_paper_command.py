@@ -240,7 +240,7 @@ def test_a_table_that_is_stopped_again_and_again_comes_out_the_same(
 def test_shapes_share_the_classifiers_of_complete_images(
     file: Path, first: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "TRAINED", tuple(map(method_named, ("acflow", "gt"))))
+    monkeypatch.setattr(command, "METHODS", tuple(map(method_named, ("acflow", "gt"))))
     result = digits("9", file, first[0], seeds=1)
     assert result.exit_code == 0, result.output
     assert "training GT" not in result.stdout

@@ -413,7 +413,7 @@ def test_a_table_has_the_printed_numbers_beside_ours() -> None:
     distance = make_generation(3, found)
     assert next(row for row in distance.rows if row[0] == "MFA imputation")[2].startswith("**")
     assert "MNIST: the distance is one in 8 features of a network." in distance.notes
-    assert "Less is better" in "".join(distance.notes)
+    assert "Lower is better" in "".join(distance.notes)
 
 
 def test_a_completion_is_compared_with_reconstructions_at_hidden_pixels_alone() -> None:

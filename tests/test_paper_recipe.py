@@ -511,11 +511,11 @@ def test_table_b_tells_what_added_seeds_say_by_themselves() -> None:
             for name, lead in (("misconv", margin), ("mfa", 0.0)):
                 row = {"method": name, "accuracy_incomplete": 0.8 + lead, "commit": commit, **figures}
                 records.append({**recorded("recipe", **row)[0], "seed": seed, "accuracy_incomplete": 0.8 + lead})
-    (note,) = (note for note in evidence.make_letter("B", records).notes if "another run" in note)
+    (note,) = (note for note in evidence.make_letter("B", records).notes if "added in a later run" in note)
     assert note.endswith("SVHN (re-cropped), seeds 3, 4, 5: MFA imputation +3.00 (p = 0.035).")
     for record in records:  # a single seed that was trained again says nothing, nor does one of a run that is not known
         record["commit"] = {0: "c" * 40, 1: None}.get(record["seed"], "b" * 40)
-    assert not any("another run" in note for note in evidence.make_letter("B", records).notes)
+    assert not any("added in a later run" in note for note in evidence.make_letter("B", records).notes)
 
 
 def test_variants_of_another_run_than_the_whole_are_named() -> None:

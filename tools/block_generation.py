@@ -13,9 +13,9 @@ WORDS = {
     3: "Wasserstein autoencoders learn from incomplete images: their error is measured at seen pixels alone, and only "
     "the first layer of the encoder knows what is missing. The distance is that between the complete test images and "
     "as many samples of the decoder. *Flow matching* has no decoder: a network learns to carry noise to images, given "
-    "any of their pixels. Of what is seen more is hidden, all or a region of it, and predicted from its noised form. "
-    "What is missing is neither given nor scored. No incomplete image shows all of its pixels, so where whole images "
-    "are drawn the network extrapolates.",
+    "any of their pixels. In training a region of the seen pixels, or all of them, is hidden as well, and predicted "
+    "from a noisy copy. What is missing is neither given nor scored. No incomplete image shows all of its pixels, so "
+    "where whole images are drawn the network extrapolates.",
     4: "Structural similarity of the reconstruction of an incomplete test image and the complete image, all pixels "
     "of it.",
     5: "Peak signal-to-noise ratio of the same reconstructions, and of their hidden pixels alone.",
@@ -26,7 +26,7 @@ Compare the methods with each other, and not our numbers with the printed ones, 
 - A printed number is the best epoch of one run, chosen on the images it is tested on, for each measure by itself. In
   the authors' logs the FID of the best and of the last epoch differ by 4 to 14 on SVHN and by 4 to 24 on CelebA, more
   than most methods do. Our columns *best test epoch* are chosen in the same way; the others are not.
-- The rulers differ. On MNIST the authors train a network for the features anew in every run; on SVHN and CelebA they
+- The features differ. On MNIST the authors train a network for the features anew in every run; on SVHN and CelebA they
   take torchvision's Inception, on images in another range than it learned. Neither is the usual FID. Ours is one
   network for all methods and seeds of a data set.
 - The SSIM of the paper has a uniform window and a range of 2, which makes it larger. Its column of MNIST is that of

@@ -34,6 +34,7 @@ from misconv.paper import printed, scores, shares, tables
 from misconv.paper.methods import BASELINES, BY_NAME, METHODS
 from misconv.paper.rows import ROWS
 from misconv.paper.scores import Record
+from misconv.paper.settings import REGIONS
 from misconv.paper.tables import Table
 from misconv.paper.variants import VARIANTS, WHOLE
 
@@ -55,7 +56,7 @@ CLASSES = {
 }
 
 WORDS: dict[int | str, str] = {
-    1: "Every method is trained and tested on incomplete images: a square, a quarter of the area, is missing. In bold "
+    1: "Every method is trained and tested on incomplete images: a square, a quarter of the area, is missing. Bold: "
     "the best of our numbers among the methods trained on incomplete images. *mean* is not in the paper.",
     2: "The same networks as in Table 1, tested on complete images.",
     6: "What the density is worth: the same classifier with a mixture of factor analyzers fitted to all images (SMFA), "
@@ -71,13 +72,15 @@ WORDS: dict[int | str, str] = {
 }
 PROTOCOL = """\
 - Every image has one missing region for its whole life, in training as in testing. Its missing values are read by no
-  method but GT and ACFlow, which are marked. ACFlow's flow learns from complete training images, as in the paper; its
-  best guess is filled into incomplete ones, and the classifier is trained on these.
-- A part of the training set is held out for validation, and chooses the epoch. The test set is read once. Densities
-  learn from all incomplete training images, those of validation too, and need no labels.
+  method but GT and ACFlow, which are marked; in Table D also by PC coded −1, as in the authors' code. In Table A
+  networks and density learn from complete images, which is its point. ACFlow learns from complete training images, as
+  in the paper; its best guess is filled into incomplete ones, and the classifier is trained on these.
+- A part of the training set is held out for validation, and chooses the epoch. Test images are read once, by the
+  chosen epoch; only the columns *best test epoch* of Tables 3 to 5 look at them more often. Densities learn from all
+  incomplete training images, those of validation too, and need no labels.
 - Methods are compared seed by seed. The best baseline is chosen by the very numbers it is compared on, in its favour.
-- The classifiers go two steps down, as in the authors' code, and have nothing between their linear layers, as the
-  appendix names nothing there; the authors' code has a ReLU."""
+- The classifiers go two steps down, as in the authors' code, and have no activation between their linear layers, as the
+  appendix names none there; the authors' code has a ReLU."""
 
 SHARED = (
     "Seconds of the runs added up, and in brackets how many runs. Networks that were trained side by side share their "
@@ -167,11 +170,12 @@ def times(records: Sequence[Record]) -> Table:
     columns["flow matching"] = [r for r in records if r["kind"] == "flow_matching"]
     columns["one recipe for all"] = [r for r in records if r["kind"] == "recipe"]
     columns["ingredients"] = [r for r in records if r["kind"] == "ingredient"]
+    columns["Tables D to F"] = [r for r in records if r["kind"] in ("coding", "slanted", "objective")]
     columns["together"] = [r for found in columns.values() for r in found]
     columns = {title: [r for r in found if r.get("seconds")] for title, found in columns.items()}
     columns = {title: found for title, found in columns.items() if found}
     rows = []
-    for name, shape in [(name, shape) for name in datasets(records) for shape in tables.SHAPES]:
+    for name, shape in [(name, shape) for name in datasets(records) for shape in REGIONS]:
         taken = [[r["seconds"] for r in scores.of(found, dataset=name, shape=shape)] for found in columns.values()]
         cells = [f"{duration(sum(t))} ({len(t)})" if t else "–" for t in taken]
         if any(taken):
@@ -298,14 +302,16 @@ def accuracy_plot(records: Sequence[Record]) -> Figure | None:
     shown = [method for method in METHODS if method.name in known]
     methods = [method.name for method in shown]
     figure, axes = panels(len(names), len(methods))
+    best = {name: found for name in names if (found := scores.best_margin(mine, name))}
+    ahead = dict(zip(best, scores.holm(list(best.values())), strict=True))
     for axis, name in zip(axes, names, strict=True):
         values = {m: accuracies(mine, name, m) for m in methods}
         paper = {m: 100 * v for m, v in printed.incomplete(name).items()}
         colours = {m.name: GREY if m.sees_complete else BLUE if m.is_baseline else PINK for m in shown}
         strips(axis, values, colours, paper, "{:.1f}")
-        ahead = scores.margins(mine, name)[-1:]
-        lines = [f"{BY_NAME[m.method].title}: {m.difference} over {BY_NAME[m.baseline].title}" for m in ahead]
-        lines += [m.chance for m in ahead if m.p is not None]
+        m = ahead.get(name)
+        lines = [] if m is None else [f"{BY_NAME[m.method].title}: {m.difference} over {BY_NAME[m.baseline].title}"]
+        lines += [] if m is None or m.p is None else [m.chance]
         head(axis, scores.title_of(mine, name), ", ".join(lines))
         axis.set_xlabel("incomplete test images classified correctly, %")
     axes[0].set_yticks(range(len(methods)), [method.starred for method in shown])
@@ -351,8 +357,8 @@ def ingredients_plot(records: Sequence[Record]) -> Figure | None:
     for axis, (dataset, values) in zip(axes, found.items(), strict=True):
         axis.axvline(0, color=GREY, linewidth=1)
         strips(axis, values, dict.fromkeys(titles, PINK), {}, "{:+.2f}")
-        head(axis, scores.title_of(mine, dataset), "")
-        axis.set_xlabel(f"points against {VARIANTS[WHOLE].title}, seed by seed")
+        head(axis, scores.title_of(mine, dataset), f"against {VARIANTS[WHOLE].title}")
+        axis.set_xlabel("points, seed by seed")
     scale(axes[0], [0.0, *(v for values in found.values() for dots in values.values() for v in dots)], [])
     axes[0].set_yticks(range(len(titles)), titles)
     legend(figure, False, "")

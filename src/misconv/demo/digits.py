@@ -23,14 +23,14 @@ from misconv.mfa import MFA
 from misconv.missing import observe, square
 from misconv.paper import methods as paper
 from misconv.paper.inputs import IncompleteImages
-from misconv.paper.methods import TRAINED, method_named
+from misconv.paper.methods import METHODS, method_named
 from misconv.training import fit_classifier, fit_density
 
 __all__ = ["Density", "DigitSettings", "Digits", "MethodResult", "compare", "learn_and_compare"]
 
 Say = Callable[[str], None]
 # ACFlow is for the tables: it needs complete images, and a training longer than that of all the others.
-SHOWN = tuple(method for method in TRAINED if method.density != "acflow")
+SHOWN = tuple(method for method in METHODS if method.density != "acflow")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ EXTRA = (1 / 16, 1 / 8, 1 / 4)  # how much more is hidden of every second image
 
 
 class Augmented:
-    """IncompleteImages images, of which more is hidden, shifted and flipped anew in every epoch.
+    """Incomplete images, of which more is hidden, shifted and flipped anew in every epoch.
 
     Args:
         versions: the images with nothing more hidden, then all of them again with more and more hidden.

@@ -28,7 +28,7 @@ from misconv.paper.generation import ROWS, Generation, check_generation, draw_ge
 from misconv.paper.generation_tables import NUMBERS, PAPERS, make_generation
 from misconv.paper.illustrate import check_drawable, illustrate
 from misconv.paper.letters import check_methods, quick_recipe, run_letter, shapes_of_table
-from misconv.paper.methods import TRAINED, method_named
+from misconv.paper.methods import METHODS, method_named
 from misconv.paper.quality import SMALLEST, check_metrics
 from misconv.paper.scores import Record
 from misconv.paper.settings import SETTINGS, Settings
@@ -300,7 +300,7 @@ def _units(plan: Plan, experiment: Experiment) -> list[Record]:
         return run_letter(plan.table, experiment, shorter, plan.methods, range(plan.seeds))
     if plan.table == "7":
         return [experiment.quality(kind) for kind in ("smfa", "dmfa", "acflow")]
-    seeds, methods = range(plan.seeds), SOME.get(plan.table, [method.name for method in TRAINED])
+    seeds, methods = range(plan.seeds), SOME.get(plan.table, [method.name for method in METHODS])
     if experiment.shape != "square":  # a network that takes complete images is the same for all shapes
         methods = [name for name in methods if not method_named(name).takes_complete]
     return experiment.run(methods, seeds)

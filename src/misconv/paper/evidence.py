@@ -1,7 +1,7 @@
 """Tables of our own, which have letters: every claim against the strongest alternative.
 
-Differences are paired by seed; their p is that of the two-sided paired t-test, corrected by Holm's method for as many
-comparisons as one data set has in the table.
+Differences are paired by seed; their p is that of the two-sided paired t-test, corrected by Holm's method: in Tables B
+and C for the comparisons of one measure on one data set, in the others for all comparisons of the table.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from misconv.paper.methods import BY_NAME
 from misconv.paper.recipe import recipe_of
 from misconv.paper.regions import ALL_SHAPES
 from misconv.paper.rows import BY_ROW, ROWS
-from misconv.paper.scores import Margin, Record, Scores, holm, margin, of, scores, title_of
+from misconv.paper.scores import Margin, Record, Scores, holm, how_tested, margin, of, scores, title_of
 from misconv.paper.settings import AUTHORS
 from misconv.paper.shares import SHARES, really_hidden
 from misconv.paper.tables import (
@@ -25,6 +25,7 @@ from misconv.paper.tables import (
     Table,
     as_number,
     cells_of,
+    compared,
     datasets_of,
     over_seeds,
     seed_count,
@@ -77,18 +78,29 @@ def _is_tested(rows: Sequence[Sequence[str]]) -> bool:
 
 
 def _trained(records: Sequence[Record], datasets: Sequence[str]) -> list[str]:
-    """How long the classifiers of each data set were trained, and how precisely, if the records tell."""
+    """How long the classifiers of each data set were trained, and how precisely, if the records tell.
+
+    Fine-tuning may have come on top of the usual epochs, or may be the last of them. It is given up where no epoch of
+    it was better.
+    """
     told = []
     for dataset in datasets:
-        here = of(records, dataset=dataset)
-        epochs = sorted({r["epochs"] for r in here if "epochs" in r})
-        tuned = {r.get("settings", {}).get("recipe", {}).get("tuned") for r in here} - {None, 0}
-        precisions = {r.get("settings", {}).get("recipe", {}).get("precision") for r in here} - {None}
-        if epochs:
+        here = [r for r in of(records, dataset=dataset) if "epochs" in r]
+        recipes = [r.get("settings", {}).get("recipe", {}) for r in here]
+        tuned = {(r["epochs"], recipe["tuned"]) for r, recipe in zip(here, recipes, strict=True) if recipe.get("tuned")}
+        plain = {r["epochs"] for r, recipe in zip(here, recipes, strict=True) if not recipe.get("tuned")}
+        precisions = {recipe.get("precision") for recipe in recipes} - {None}
+        parts = [str(epochs) for epochs in sorted(plain)]
+        parts += [f"{epochs} with joint fine-tuning in the last {last}" for epochs, last in sorted(tuned)]
+        if parts:
             mixed = "".join(f" ({precision})" for precision in sorted(precisions))
-            last = "".join(f", the last {number} of joint fine-tuning" for number in sorted(tuned))
-            told.append(f"{title_of(records, dataset)} {' or '.join(map(str, epochs))}{mixed}{last}")
-    return [f"Epochs of the classifiers: {'; '.join(told)}."] if told else []
+            given_up = sum(
+                bool(recipe.get("tuned")) and not r.get("joint") for r, recipe in zip(here, recipes, strict=True)
+            )
+            trainings = "one training" if given_up == 1 else f"{given_up} trainings"
+            none_better = f"; in {trainings} no epoch of it was better, and the network is without it"
+            told.append(f"{title_of(records, dataset)} {' or '.join(parts)}{mixed}{none_better * bool(given_up)}")
+    return [f"Epochs of the classifiers: {'. '.join(told)}."] if told else []
 
 
 def _densities(records: Sequence[Record], datasets: Sequence[str]) -> list[str]:
@@ -219,14 +231,14 @@ def _nats(ahead: Margin | None) -> str:
     """A difference of NLL, where `_points` has one of accuracy."""
     if ahead is None:
         return NOTHING
-    apart = f"{ahead.points / 100:+.3f}".replace("-", "−")
-    return apart + (f" ({ahead.chance})" if ahead.p is not None else "")
+    difference = f"{ahead.points / 100:+.3f}".replace("-", "−")
+    return difference + (f" ({ahead.chance})" if ahead.p is not None else "")
 
 
 def _added(records: Sequence[Record], datasets: Sequence[str], apart: Sequence[str]) -> list[str]:
-    """What seeds of MisConv say by themselves that are of another run than most.
+    """What seeds say by themselves that were added in a later run.
 
-    Who adds seeds after a result was seen proves less by all of them together than their p says.
+    Seeds that are added after a result was seen make the p of all together too small.
     """
     told = []
     for dataset in datasets:
@@ -242,8 +254,10 @@ def _added(records: Sequence[Record], datasets: Sequence[str], apart: Sequence[s
             each = [f"{BY_ROW[name].title} {one.difference} ({one.chance})" for name, one in ahead.items()]
             if each:
                 told.append(f"{title_of(records, dataset)}, seeds {', '.join(map(str, seeds))}: {', '.join(each)}")
-    words = f"Some seeds of {BY_ROW[OURS].title} are of another run than the others. By these alone"
-    return [f"{words}, how far it is ahead of the row, in points, p as above: {'; '.join(told)}."] if told else []
+    words = (
+        f"Some seeds were added in a later run. With these alone {BY_ROW[OURS].title} is ahead of the row, in points"
+    )
+    return [f"{words}, with p as above: {'; '.join(told)}."] if told else []
 
 
 # C: ingredients ------------------------------------------------------------------------------------------------------
@@ -292,14 +306,14 @@ def _of_other_runs(records: Sequence[Record], datasets: Sequence[str]) -> list[s
 def coding(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
     """Table D."""
     mine = of(records, kind="coding", shape="square")
-    rows, ahead, counts, apart = [], [], [], []
+    rows, ahead, counts, distances = [], [], [], []
     for dataset in datasets_of(mine, datasets, ("svhn", "cifar10")):
         title, paper = title_of(mine, dataset), printed.incomplete(dataset)
         by_coding = {
             coded: {m: scores(mine, dataset=dataset, method=m, coding=c) for m in MISCODED}
             for c, coded in (("wrong", "coded −1"), ("right", "coded right"))
         }
-        apart.append(_apart(title, by_coding, paper))
+        distances.append(_mean_distance(title, by_coding, paper))
         for method in MISCODED:
             found = {coded: by_method[method] for coded, by_method in by_coding.items()}
             cells = [NOT_YET if cell == NOTHING else cell.replace("**", "") for cell in cells_of(found).values()]
@@ -309,13 +323,11 @@ def coding(records: Sequence[Record], datasets: Sequence[str] | None = None) -> 
             if all(found.values()):
                 (wrong, theirs), (right, ours) = found.items()
                 ahead.append((place, margin(wrong, theirs, right, ours)))
-    corrected = holm([each for _, each in ahead])
-    told = [f"{place}, {each}." for (place, _), each in zip(ahead, corrected, strict=True)]
+    tested = how_tested([each for _, each in ahead])
     heads = ["data set", "method", "printed in the paper", "coded −1 in training, 0 in the test", "coded right"]
-    top = f"Accuracy on incomplete test images. {over_seeds(counts)}. p corrected by Holm's method for all of these."
-    return Table(
-        "D", "Why three methods collapse in the paper", heads, rows, [top, *filter(None, apart), *told], text=2
-    )
+    top = f"Accuracy on incomplete test images. {over_seeds(counts)}.{f' {tested}.' * bool(tested)}"
+    notes = [top, *filter(None, distances), *compared(ahead)]
+    return Table("D", "Why three methods collapse in the paper", heads, rows, notes, text=2)
 
 
 def slanted(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
@@ -335,20 +347,22 @@ def slanted(records: Sequence[Record], datasets: Sequence[str] | None = None) ->
             ours = [NOT_YET if each[name] == NOTHING else each[name] for each in cells]
             rows.append([title, BY_NAME[name].title, as_number(paper.get(name)), *ours])
         named = {"from edge to edge": by_shape["trapezoid"], "one side of a cut": by_shape["cut"]}
-        told.append(_apart(title, named, paper, without="partial"))  # whose printed number has a cause of its own
+        told.append(_mean_distance(title, named, paper, without="partial"))  # which is far from the printed one in both
     heads = ["data set", "method", "printed in the paper", "from edge to edge, anywhere", "one side of a slanted cut"]
     top = f"Accuracy on incomplete test images. {over_seeds(counts)}." if counts else NOT_YET
     notes = [note for note in (top, *told) if note]
     return Table("E", "Which trapezoids the paper may have had", heads, rows, notes, text=2)
 
 
-def _apart(title: str, ours: Mapping[str, Mapping[str, Scores]], paper: Mapping[str, float], without: str = "") -> str:
+def _mean_distance(
+    title: str, ours: Mapping[str, Mapping[str, Scores]], paper: Mapping[str, float], without: str = ""
+) -> str:
     """How far the accuracies of each kind of runs are from the printed ones, the mean over methods; "" if unknown."""
     parts = []
     for kind, found in ours.items():
-        apart = [abs(fmean(s.values()) - paper[m]) for m, s in found.items() if s and m in paper and m != without]
-        if apart:
-            parts.append(f"{kind} {100 * fmean(apart):.1f}")
+        distances = [abs(fmean(s.values()) - paper[m]) for m, s in found.items() if s and m in paper and m != without]
+        if distances:
+            parts.append(f"{kind} {100 * fmean(distances):.1f}")
     mean = f"the mean without {BY_NAME[without].title}" if without else "the mean"
     return f"{title}: points between our numbers and the printed ones, {mean}: {', '.join(parts)}." if parts else ""
 
@@ -374,11 +388,10 @@ def objectives(records: Sequence[Record], datasets: Sequence[str] | None = None)
             counts.append((f"{title}, {what}", seed_count(found)))
             rows.append([title, what, *(NOT_YET if cell == NOTHING else cell for cell in cells_of(found).values())])
             if all(found.values()):
-                ahead.append((f"{title}, {what}", margin("misconv_dmfa", found["misconv_dmfa"], "mfa", found["mfa"])))
-    corrected = holm([each for _, each in ahead])
-    notes = [f"Accuracy on incomplete test images. {over_seeds(counts)}."]
-    notes += [f"{place}: {each}." for (place, _), each in zip(ahead, corrected, strict=True)]
-    notes += ["p corrected by Holm's method for all of these."] if ahead else []
+                ahead.append((f"{title} ({what})", margin("misconv_dmfa", found["misconv_dmfa"], "mfa", found["mfa"])))
+    tested = how_tested([each for _, each in ahead])
+    notes = [f"Accuracy on incomplete test images. {over_seeds(counts)}.{f' {tested}.' * bool(tested)}"]
+    notes += compared(ahead)
     heads = ["data set", "objective", *names.values()]
     return Table("F", "The paper's densities, by its objective and by ours", heads, rows, notes, text=2)
 

@@ -34,7 +34,7 @@ from misconv.paper.features import FEATURES, FeatureSettings, Ruler, check_ruler
 from misconv.paper.flow_matching import FlowMatching
 from misconv.paper.matching import SETTINGS as MATCHING
 from misconv.paper.matching import MatchingSettings, make_matching, matching_job
-from misconv.paper.methods import TRAINED, Method, method_named
+from misconv.paper.methods import METHODS, Method, method_named
 from misconv.paper.quality import psnr_and_ssim
 from misconv.paper.scores import Record
 from misconv.paper.settings import VALIDATION
@@ -62,7 +62,7 @@ WITH_UNET = (
     replace(method_named("misconv_dmfa"), name="misconv_unet", title="MisConv (UNetDMFA)", density="unet"),
 )
 _OTHERS = {method.name: method for method in (*WITH_UNET, FLOW)}
-_PAPERS = tuple(method.name for method in TRAINED if method.name not in ("misconv_smfa", "gt"))
+_PAPERS = tuple(method.name for method in METHODS if method.name not in ("misconv_smfa", "gt"))
 ROWS = (*_PAPERS, *_OTHERS, "gt")
 BETTER: dict[str, Callable[..., float]] = {
     "frechet": min, "ssim": max, "ssim_authors": max, "psnr": max, "psnr_hidden": max,

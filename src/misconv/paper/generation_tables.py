@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from misconv.paper import printed
 from misconv.paper.generation import FLOW, ROWS, row_named
 from misconv.paper.printed import TITLES
-from misconv.paper.scores import Margin, Record, holm, margin, of, scores, title_of
+from misconv.paper.scores import Margin, Record, holm, how_tested, margin, of, scores, title_of
 from misconv.paper.tables import FROM, STARS, Table, as_number, cells_of, datasets_of, over_seeds, seed_count, shown
 
 __all__ = ["KINDS", "NUMBERS", "PAPERS", "make_generation"]
@@ -142,12 +142,9 @@ def _compared(ahead: Sequence[tuple[str, Margin]], measure: _Measure) -> list[st
         over = f" over {each.seeds} seeds" if each.p is not None else ""
         ours, baseline = row_named(each.method).title, row_named(each.baseline).title
         lines.append(f"{title}, {ours} minus {baseline}: {difference} ({each.chance}{over}).")
-    better = "Less" if measure.better is min else "More"
-    return [
-        f"{better} is better. Compared with MFA imputation seed by seed; p of the two-sided paired t-test, corrected "
-        "by Holm's method for all of them.",
-        *lines,
-    ]
+    better = "Lower" if measure.better is min else "Higher"
+    tested = how_tested([each for _, each in ahead])
+    return [f"{better} is better. Compared with MFA imputation seed by seed{f'; {tested}' * bool(tested)}.", *lines]
 
 
 def _headed(title: str, head: str) -> str:

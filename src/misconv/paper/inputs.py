@@ -31,7 +31,7 @@ class IncompleteImages:
 
     Args:
         images: uint8 (N, C, H, W).
-        observed: bool (N, 1, H, W).
+        observed: bool (N, 1, H, W) or (N, C, H, W).
         filler: what stands at missing pixels when images are asked for as numbers; nothing may depend on it.
     """
 

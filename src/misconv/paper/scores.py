@@ -18,9 +18,10 @@ __all__ = [
     "Margin",
     "Record",
     "Scores",
+    "best_margin",
     "holm",
+    "how_tested",
     "margin",
-    "margins",
     "of",
     "of_method",
     "scores",
@@ -99,17 +100,17 @@ class Margin:
         return f"{method} against {baseline}: {self.difference} points ({self.chance}{over})"
 
 
-def margins(
+def best_margin(
     records: Sequence[Record], dataset: str, shape: str = "square", key: str = "accuracy_incomplete"
-) -> list[Margin]:
-    """MisConv (DMFA) against the baseline with the best mean; empty where one side has no records."""
-    baselines, ours = ([method.name for method in each] for each in (BASELINES, OURS))
-    found = {m: of_method(records, dataset, shape, m, key) for m in (*baselines, *ours)}
-    known = [m for m in baselines if found[m]]
-    if not known:
-        return []
-    best = max(known, key=lambda m: fmean(found[m].values()))
-    return [margin(m, found[m], best, found[best]) for m in ours if found[m]]
+) -> Margin | None:
+    """MisConv (DMFA) against the baseline with the best mean; None where one side has no records."""
+    found = {m: of_method(records, dataset, shape, m, key) for m in (*(each.name for each in BASELINES), OURS)}
+    ours = found.pop(OURS)
+    known = {m: s for m, s in found.items() if s}
+    if not known or not ours:
+        return None
+    best = max(known, key=lambda m: fmean(known[m].values()))
+    return margin(OURS, ours, best, known[best])
 
 
 def margin(method: str, ours: Scores, baseline: str, others: Scores) -> Margin:
@@ -134,6 +135,13 @@ def holm(found: Sequence[Margin]) -> list[Margin]:
         largest = max(largest, min(1.0, (len(known) - rank) * p))
         corrected[n] = largest
     return [replace(each, p=corrected.get(n)) for n, each in enumerate(found)]
+
+
+def how_tested(found: Sequence[Margin]) -> str:
+    """What p is in a list of comparisons, and for how many it was corrected; "" where none has any."""
+    count = sum(each.p is not None for each in found)
+    corrected = f", corrected by Holm's method for {count} comparisons" if count > 1 else ""
+    return f"p of the two-sided paired t-test{corrected}" if count else ""
 
 
 def _chance(pairs: Sequence[tuple[float, float]]) -> float | None:

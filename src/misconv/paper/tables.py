@@ -11,9 +11,21 @@ from statistics import fmean, stdev
 from typing import Any
 
 from misconv.paper import printed
-from misconv.paper.methods import METHODS, OURS
+from misconv.paper.methods import BY_NAME, METHODS, OURS
 from misconv.paper.printed import CLASSIFIED, TITLES
-from misconv.paper.scores import Record, Scores, holm, margin, margins, of, of_method, scores, title_of
+from misconv.paper.scores import (
+    Margin,
+    Record,
+    Scores,
+    best_margin,
+    holm,
+    how_tested,
+    margin,
+    of,
+    of_method,
+    scores,
+    title_of,
+)
 
 __all__ = [
     "FROM",
@@ -24,6 +36,7 @@ __all__ = [
     "Table",
     "as_number",
     "cells_of",
+    "compared",
     "datasets_of",
     "make",
     "over_seeds",
@@ -156,25 +169,25 @@ def _methods(
     """Methods by data sets or shapes, and below how far ours are ahead."""
     rows = {method.name: [method.starred] for method in METHODS}
     apart = [method.name for method in METHODS if method.sees_complete]
-    ahead, counts = [], []
+    ahead: list[tuple[str, Margin]] = []
+    counts, shares = [], []
     for g in groups:
         found = {m: of_method(records, g.dataset, g.shape, m, key) for m in rows}
         counts.append((g.title, seed_count(found)))
         for method, cell in cells_of(found, apart=apart).items():
             follows = method == "acflow" and cell == NOTHING
             rows[method] += [as_number(g.printed.get(method)), NOT_YET if follows else cell]
-        ahead += [f"{g.title}, {each}." for each in holm(margins(records, g.dataset, g.shape, key))]
-        if number == 1 and g.dataset == "cifar10" and found["gt"]:
-            bound = fmean(found["gt"].values())
-            ours = [(m.title, found[m.name]) for m in OURS if found[m.name]]
-            ahead += [f"{g.title}, {name}: {fmean(s.values()) / bound:.3f} × GT." for name, s in ours]
+        best = best_margin(records, g.dataset, g.shape, key)
+        ahead += [] if best is None else [(g.title, best)]
+        if number == 1 and g.dataset == "cifar10" and found["gt"] and found[OURS]:
+            share = fmean(found[OURS].values()) / fmean(found["gt"].values())
+            shares.append(f"{g.title}, {BY_NAME[OURS].title}: {share:.3f} × GT.")
     notes = [f"{over_seeds(counts)}. {STARS}", *told]
-    if ahead:
-        notes += [
-            "Compared with the baseline of the best mean, seed by seed; p of the two-sided paired t-test, corrected by "
-            "Holm's method for the comparisons of a column.",
-            *ahead,
-        ]
+    tested = how_tested([each for _, each in ahead])
+    notes += [f"Compared with the baseline that has the best mean, seed by seed{f'; {tested}' * bool(tested)}."] * bool(
+        ahead
+    )
+    notes += [*compared(ahead), *shares]
     columns = ["method", *(head for g in groups for head in g.heads)]
     return shown(Table(number, title, columns, list(rows.values()), notes))
 
@@ -188,16 +201,18 @@ def _two(number: int, records: Sequence[Record], datasets: Sequence[str] | None)
         else (printed.TABLE8, ("MFA imputation", "MisConv"), "Accuracy with MFA imputation and with MisConv (DMFA)")
     )
     first, second = numbers["mnist"]
-    rows, notes, counts = [], [], []
+    rows, ahead, counts = [], [], []
     for dataset in datasets_of(mine, datasets):
         title, paper = title_of(mine, dataset), numbers.get(dataset, {})
         found = {m: of_method(mine, dataset, "square", m) for m in (first, second)}
         counts.append((title, seed_count(found)))
         rows.append([title, *(cell for m, ours in cells_of(found).items() for cell in (as_number(paper.get(m)), ours))])
         if all(found.values()):
-            notes.append(f"{title}, {margin(second, found[second], first, found[first])}.")
+            ahead.append((title, margin(second, found[second], first, found[first])))
     columns = ["data set", *(head for name in names for head in (name + FROM, _here(name)))]
-    notes.insert(0, f"Accuracy on incomplete test images. {over_seeds(counts)}.")
+    tested = how_tested([each for _, each in ahead])
+    notes = [f"Accuracy on incomplete test images. {over_seeds(counts)}.{f' {tested}.' * bool(tested)}"]
+    notes += compared(ahead)
     return shown(Table(number, what, columns, rows, notes))
 
 
@@ -286,6 +301,12 @@ def cells_of(
         bold = name in means and name not in apart and round(means[name], digits) == best
         cells[name] = f"**{cell}**" if bold else cell
     return cells
+
+
+def compared(ahead: Sequence[tuple[str, Margin]]) -> list[str]:
+    """A line for every comparison, after what it is about; p corrected for all of them."""
+    corrected = holm([each for _, each in ahead])
+    return [f"{title}, {each}." for (title, _), each in zip(ahead, corrected, strict=True)]
 
 
 def seed_count(found: Mapping[str, Scores]) -> str:

@@ -1,7 +1,7 @@
 """Table C: what the ingredients of the one recipe are worth, and what was tried as a further one.
 
-All variants are compared with the recipe before joint fine-tuning, which is one of them: the only one of the additions
-that the validation images speak for, and so a part of the recipe of Table B.
+All variants are compared with the recipe without joint fine-tuning, which is one of them. Of the additions it had the
+highest accuracy on validation images, and so it is a part of the recipe of Table B.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Variant:
 VARIANTS = {
     WHOLE: Variant("MisConv without joint fine-tuning"),
     "not-hidden": Variant("without hiding more", changes={"hide": False}),
-    "not-moved": Variant("without shifts", changes={"shift": 0, "flip": False}),
+    "not-moved": Variant("without shifts and flips", changes={"shift": 0, "flip": False}),
     "tuned": Variant("with joint fine-tuning", tuned=True),
     "components": Variant("with K = 3", changes={"density": {"components": 3}}),
     "deviation": Variant("with the deviation of the activation", changes={"deviation": True}),
