@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from misconv import MFA, SMFA, data, impute, store
+from misconv import MFA, SMFA, data, impute, missing, store
 from misconv._store.provenance import commit
 from misconv._train import images as _images
 from misconv._train import jobs as _jobs
@@ -33,6 +33,7 @@ from misconv.paper.inputs import IncompleteImages, Take
 from misconv.paper.methods import METHODS as ALL_METHODS
 from misconv.paper.methods import Method, method_named
 from misconv.paper.quality import quality
+from misconv.paper.regions import one_of
 from misconv.paper.scores import Record
 from misconv.paper.settings import SHAPES, ClassifierSettings, Settings
 
@@ -780,7 +781,8 @@ def test_a_density_by_settings_of_its_own_changes_nothing_of_the_experiment(tmp_
 
 def test_several_shapes_are_hidden_while_a_density_is_trained() -> None:
     generator = torch.Generator().manual_seed(0)
-    observed = densities.several(300, 8, 8, fraction=1 / 4, generator=generator)
+    kinds = partial(one_of, ((missing.square, None), (missing.trapezoid, None), (missing.noise, None)))
+    observed = kinds(300, 8, 8, fraction=1 / 4, generator=generator)
     assert ((~observed).sum((1, 2, 3)) == 16).all()
     hidden = ~observed.squeeze(1)
     # A square fills the rectangle around it; a trapezoid reaches from edge to edge; noise does neither.
@@ -792,7 +794,7 @@ def test_several_shapes_are_hidden_while_a_density_is_trained() -> None:
         (hidden.sum(1) > 0).all(1) & (hidden[:, 1:] != hidden[:, :-1]).sum(1).le(2).all(1)
     )
     assert 60 < int(slanted.sum()) < 140
-    again = densities.several(300, 8, 8, fraction=1 / 4, generator=torch.Generator().manual_seed(0))
+    again = kinds(300, 8, 8, fraction=1 / 4, generator=torch.Generator().manual_seed(0))
     assert torch.equal(observed, again)
 
 

@@ -301,7 +301,7 @@ def test_in_a_pipe(file: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
     assert re.search(r"^ *digits +\.\d+ +\.\d+ *$", done.stdout, re.MULTILINE)
-    assert "A quick run with few images and epochs: these numbers mean nothing." in done.stdout
+    assert "A quick run with few images, few epochs and small networks: these numbers mean nothing." in done.stdout
     records = read(tmp_path / "table-8-digits-quick.json")
     assert [(r["method"], r["epochs"]) for r in records] == [("mfa", 1), ("misconv_dmfa", 1)]
 

@@ -245,15 +245,17 @@ def table(
         Path, typer.Option(metavar="FOLDER", help="For finished work, which no later call has to do again.")
     ] = Path("misconv-paper"),
     device: Device = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Few images and epochs, to see that everything runs.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few images, few epochs and small networks, to see that everything runs.")
+    ] = False,
     methods: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NAMES",
             help="Of 3, 4, 5, A, B, C, figure-A: the rows to train, with commas between them, for example "
             "zero,misconv. A name that is none is answered with all that are.",
         ),
-    ] = "",
+    ] = None,
     inception: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Of 3, 4, 5, figure-2: weights of Inception for the FID, by torch-fidelity."),
@@ -276,7 +278,7 @@ def table(
         try:
             plan = command.prepare(
                 number, dataset or [], data or [], seeds=seeds, folder=out, device=device, quick=quick,
-                methods=[name.strip() for name in methods.split(",") if name.strip()], inception=inception,
+                methods=() if methods is None else [name.strip() for name in methods.split(",")], inception=inception,
             )  # fmt: skip
         except ValueError as error:
             raise refuse(str(error)) from error

@@ -8,7 +8,7 @@ from misconv._train.em_images import EMImages, images_for_em
 from misconv._train.engine import EpochRecord, History, Job, Rate, train
 from misconv._train.identity import identify_module
 from misconv._train.images import Holes, TensorImages, as_floats, check_incomplete, warn_if_inverted
-from misconv._train.jobs import check_count, classifier_job, cosine_schedule, count_right
+from misconv._train.jobs import call_model, check_count, classifier_job, cosine_schedule, count_right
 from misconv._train.labelled import AUGMENTATIONS, labelled_job
 from misconv._train.loan import check_trainable, gpu_of
 from misconv._train.processes import gathered, on_first
@@ -31,6 +31,7 @@ __all__ = [
     "TensorImages",
     "as_floats",
     "budget_of",
+    "call_model",
     "check_count",
     "check_density_arguments",
     "check_fabric",

@@ -120,7 +120,7 @@ def prepare(
         seeds: trainings of every method.
         folder: for finished work; the figures, too, go there.
         device: "cuda" or "cpu"; cuda where there is one if left out.
-        quick: few images and epochs.
+        quick: few images, few epochs and small networks.
         methods: the rows of Tables 3, 4 and 5, or of one of our own, that are to be trained; all if none is named.
         inception: a file with the weights of Inception, for Table 3.
     """
@@ -314,13 +314,14 @@ def _generation(plan: Plan, experiment: Experiment) -> Generation:
 
 
 def _quick_settings(name: str) -> Settings:
-    usual = SETTINGS.get(name, SETTINGS["svhn"])
+    """Those of the digits, with few epochs: networks of the paper's sizes take minutes on a CPU for a few images."""
+    small, classifier = SETTINGS["digits"], SETTINGS.get(name, SETTINGS["svhn"]).classifier
     return Settings(
-        dmfa=replace(usual.dmfa, epochs=FEW_EPOCHS["dmfa"]),
-        smfa=replace(usual.smfa, epochs=FEW_EPOCHS["smfa"]),
-        classifier=replace(usual.classifier, epochs=FEW_EPOCHS["classifier"]),
-        acflow=replace(usual.acflow, epochs=FEW_EPOCHS["acflow"]),
-        unet=replace(usual.unet, epochs=FEW_EPOCHS["dmfa"]),
+        dmfa=replace(small.dmfa, epochs=FEW_EPOCHS["dmfa"]),
+        smfa=replace(small.smfa, epochs=FEW_EPOCHS["smfa"]),
+        classifier=replace(classifier, epochs=FEW_EPOCHS["classifier"]),
+        acflow=replace(small.acflow, epochs=FEW_EPOCHS["acflow"]),
+        unet=replace(small.unet, epochs=FEW_EPOCHS["dmfa"]),
     )
 
 
@@ -375,7 +376,7 @@ def table(plan: Plan, records: Sequence[Record]) -> tables.Table:
         made = make_generation(int(plan.table), records, names)
     else:
         made = tables.make(int(plan.table), records, names)
-    few = "A quick run with few images and epochs: these numbers mean nothing."
+    few = "A quick run with few images, few epochs and small networks: these numbers mean nothing."
     return replace(made, notes=[*made.notes, few]) if plan.quick else made
 
 

@@ -15,7 +15,7 @@ from misconv._train import Job, cosine_schedule, density_job, warm_up_cosine
 from misconv.density import SMFA, ConvDMFA, LinearDMFA, UNetDMFA
 from misconv.paper.flows import FlowSettings, flow_job, make_flow
 from misconv.paper.inputs import BYTE, IncompleteImages
-from misconv.paper.regions import all_shapes, several
+from misconv.paper.regions import all_shapes
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -58,7 +58,7 @@ class DensitySettings:
         objective: of `misconv.fit_density`; the paper's is "joint".
         mse_epochs: how many first epochs add the squared error.
         clip: the largest norm of a gradient.
-        shapes: of the regions that are hidden, "square", "several", "all" or "like", like those that are missing.
+        shapes: of the regions that are hidden, "square", "all" or "like", like those that are missing.
     """
 
     kind: str
@@ -126,7 +126,7 @@ def _regions(shapes: str, data: IncompleteImages) -> Callable[..., Tensor]:
         return missing.like(data.observed)
     if shapes == "all":
         return all_shapes(data.images.shape[1])
-    return several if shapes == "several" else missing.square
+    return missing.square
 
 
 def make_density(settings: DensitySettings | FlowSettings, shape: tuple[int, int, int]) -> nn.Module:

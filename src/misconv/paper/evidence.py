@@ -22,13 +22,16 @@ from misconv.paper.shares import SHARES, really_hidden
 from misconv.paper.tables import (
     NOT_YET,
     NOTHING,
+    PRINTED,
     Table,
     as_number,
     cells_of,
     compared,
     datasets_of,
+    legend,
     over_seeds,
     seed_count,
+    shown,
 )
 from misconv.paper.transfer import WAYS
 from misconv.paper.variants import VARIANTS, WHOLE, variants_of
@@ -179,21 +182,21 @@ def _against(found: Mapping[str, Scores], ours: Sequence[str], other: str) -> li
 def recipe(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
     """Table B."""
     mine = of(records, kind="recipe", shape="square")
-    shown = [row for row in ROWS if not row.extra]
-    apart, sets, ours = [row.name for row in shown if row.complete], datasets_of(mine, datasets), BY_ROW[OURS].title
+    listed = [row for row in ROWS if not row.extra]
+    apart, sets, ours = [row.name for row in listed if row.complete], datasets_of(mine, datasets), BY_ROW[OURS].title
     rows: list[list[str]] = []
     counts = []
     for dataset in sets:
         title, here = title_of(mine, dataset), of(mine, dataset=dataset)
         rows += [[title, *cells] for cells in _recipe_rows(here, apart)]
-        counts.append((title, seed_count({row.name: scores(here, method=row.name) for row in shown})))
+        counts.append((title, seed_count({row.name: scores(here, method=row.name) for row in listed})))
     notes = [f"{over_seeds(counts)}. {_MEASURED}"] if counts else [NOT_YET]
     notes += [*_trained(mine, sets), *_densities(mine, sets)]
     notes.append(
         f"Points of {ours}: how far its accuracy on incomplete images is ahead of the row. RMSE: of what is filled in "
         "at hidden pixels of test images, where that was recorded." + (f" {HOLM}" if _is_tested(rows) else "")
     )
-    notes += [*_added(mine, sets, apart), "* trained and tested on complete images."]
+    notes += [*_added(mine, sets, apart), legend(listed), "* trained and tested on complete images."]
     columns = ["data set", "method", "accuracy", f"points of {ours}", "NLL", f"NLL, {ours} minus row"]
     columns += [MEASURES[name][0] for name in ("ece", "abstention")] + ["on complete images", "RMSE"]
     return Table("B", "One recipe for all", columns, rows, notes, text=2)
@@ -324,10 +327,10 @@ def coding(records: Sequence[Record], datasets: Sequence[str] | None = None) -> 
                 (wrong, theirs), (right, ours) = found.items()
                 ahead.append((place, margin(wrong, theirs, right, ours)))
     tested = how_tested([each for _, each in ahead])
-    heads = ["data set", "method", "printed in the paper", "coded −1 in training, 0 in the test", "coded right"]
+    heads = ["data set", "method", PRINTED, "coded −1 in training, 0 in the test", "coded right"]
     top = f"Accuracy on incomplete test images. {over_seeds(counts)}.{f' {tested}.' * bool(tested)}"
     notes = [top, *filter(None, distances), *compared(ahead)]
-    return Table("D", "Why three methods collapse in the paper", heads, rows, notes, text=2)
+    return shown(Table("D", "Why three methods collapse in the paper", heads, rows, notes, text=2))
 
 
 def slanted(records: Sequence[Record], datasets: Sequence[str] | None = None) -> Table:
@@ -348,10 +351,10 @@ def slanted(records: Sequence[Record], datasets: Sequence[str] | None = None) ->
             rows.append([title, BY_NAME[name].title, as_number(paper.get(name)), *ours])
         named = {"from edge to edge": by_shape["trapezoid"], "one side of a cut": by_shape["cut"]}
         told.append(_mean_distance(title, named, paper, without="partial"))  # which is far from the printed one in both
-    heads = ["data set", "method", "printed in the paper", "from edge to edge, anywhere", "one side of a slanted cut"]
+    heads = ["data set", "method", PRINTED, "from edge to edge, anywhere", "one side of a slanted cut"]
     top = f"Accuracy on incomplete test images. {over_seeds(counts)}." if counts else NOT_YET
     notes = [note for note in (top, *told) if note]
-    return Table("E", "Which trapezoids the paper may have had", heads, rows, notes, text=2)
+    return shown(Table("E", "Which trapezoids the paper may have had", heads, rows, notes, text=2))
 
 
 def _mean_distance(

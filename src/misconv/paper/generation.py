@@ -291,11 +291,11 @@ def _settings(name: str) -> WAESettings:
 
 
 def quick_generation(experiment: Experiment, epochs: int, inception: Path | None) -> Generation:
-    """With few epochs, and few steps from noise to image."""
-    name = experiment.data.name
-    features = replace(FEATURES.get(name, FEATURES["svhn"]), epochs=epochs)
-    flow = replace(_flow_settings(name), epochs=epochs, steps=FEW_STEPS)
-    return Generation(experiment, replace(_settings(name), epochs=epochs), features, inception, flow)
+    """With small networks, few epochs, and few steps from noise to image."""
+    wae = replace(SETTINGS["digits"], epochs=epochs, depth=_settings(experiment.data.name).depth)
+    features = replace(FEATURES["digits"], epochs=epochs)
+    flow = replace(MATCHING["digits"], epochs=epochs, steps=FEW_STEPS)
+    return Generation(experiment, wae, features, inception, flow)
 
 
 def check_generation(images: ImageSet, inception: str | Path | None) -> None:

@@ -109,7 +109,9 @@ def _possible(experiment: Experiment, names: Sequence[str]) -> list[str]:
 
 
 def quick_recipe(name: str, epochs: int) -> RecipeSettings:
-    """The recipe of a data set with few epochs, and one of joint fine-tuning."""
-    usual = recipe_of(name)
-    density, unet = replace(usual.density, epochs=epochs), replace(usual.splitting, epochs=epochs)
-    return replace(usual, epochs=epochs + 1, tuned=1, density=density, splitting=unet)
+    """The recipe of a data set with few epochs, one of them of joint fine-tuning, and small networks."""
+    usual, small = recipe_of(name), recipe_of("digits")
+    return replace(
+        usual, epochs=epochs + 1, tuned=1, density=replace(small.density, epochs=epochs), supmiwae=small.supmiwae,
+        splitting=replace(small.splitting, epochs=epochs),
+    )  # fmt: skip

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from misconv._train import call_model
 from misconv.paper.inputs import Take
 
 __all__ = ["BINS", "MEASURES", "abstention", "log_probabilities", "measures"]
@@ -27,8 +27,8 @@ MEASURES: dict[str, tuple[str, int, Callable[..., float]]] = {
 def log_probabilities(network: nn.Module, take: Take, count: int, device: torch.device, chunk: int = 1000) -> Tensor:
     """Of all classes for the first `count` images, (count, classes), by a network in evaluation mode."""
     network.eval()
-    parts = [_call(network, take(rows)).float() for rows in torch.arange(count, device=device).split(chunk)]
-    return torch.cat(parts).log_softmax(1)
+    indices = torch.arange(count, device=device).split(chunk)
+    return torch.cat([call_model("network", network, take(rows)).float() for rows in indices]).log_softmax(1)
 
 
 def measures(logs: Tensor, labels: Tensor) -> dict[str, float]:
@@ -66,8 +66,3 @@ def abstention(logs: Tensor, labels: Tensor) -> float:
     confidence, answers = logs.double().max(1)
     wrong = (answers != labels)[confidence.argsort(descending=True, stable=True)].double()
     return float((wrong.cumsum(0) / torch.arange(1, len(wrong) + 1, device=wrong.device)).mean())
-
-
-def _call(network: nn.Module, given: Any) -> Tensor:
-    out: Tensor = network(*given) if isinstance(given, tuple) else network(given)
-    return out

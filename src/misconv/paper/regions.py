@@ -13,7 +13,7 @@ from torch import Tensor
 
 from misconv import missing
 
-__all__ = ["ALL_SHAPES", "all_shapes", "one_of", "region_named", "several"]
+__all__ = ["ALL_SHAPES", "all_shapes", "one_of", "region_named"]
 
 # What may be missing where a network was trained on complete images, and how much of an image.
 ALL_SHAPES = {"square": 1 / 4, "noise": 3 / 4, "trapezoid": 1 / 2, "stripes": 1 / 2, "channels": 1 / 3}
@@ -46,9 +46,6 @@ def one_of(
     return chosen
 
 
-several = partial(one_of, ((missing.square, None), (missing.trapezoid, None), (missing.noise, None)))
-
-
 def all_shapes(channels: int) -> Callable[..., Tensor]:
     """Regions of each of `ALL_SHAPES`, with the share that it has there; images of one channel lose no channel."""
     named = {shape: share for shape, share in ALL_SHAPES.items() if shape != "channels" or channels > 1}
@@ -56,6 +53,6 @@ def all_shapes(channels: int) -> Callable[..., Tensor]:
 
 
 def region_named(shape: str, channels: int) -> Callable[..., Tensor]:
-    """The function of `misconv.missing` of that name, for images of so many channels."""
+    """The function of `misconv.missing` of that name, for images with this number of channels."""
     draw: Callable[..., Tensor] = getattr(missing, shape)
     return partial(draw, channels=channels) if shape == "channels" else draw

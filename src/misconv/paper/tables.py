@@ -32,12 +32,14 @@ __all__ = [
     "NOTHING",
     "NOT_YET",
     "NUMBERS",
+    "PRINTED",
     "STARS",
     "Table",
     "as_number",
     "cells_of",
     "compared",
     "datasets_of",
+    "legend",
     "make",
     "over_seeds",
     "seed_count",
@@ -51,7 +53,7 @@ FLOW = "ACFlow"  # among the densities
 MEASURES = {"nll": ("NLL", 2, min), "mse": ("MSE", 2, min), "psnr": ("PSNR", 2, max), "ssim": ("SSIM", 3, max)}
 
 NOTHING, NOT_YET = "–", "not measured yet"
-FROM = " (paper)"
+FROM, PRINTED = " (paper)", "printed in the paper"
 STARS = "* trained on complete images: of ACFlow the flow that fills in; GT is tested on them, too."
 
 
@@ -182,7 +184,7 @@ def _methods(
         if number == 1 and g.dataset == "cifar10" and found["gt"] and found[OURS]:
             share = fmean(found[OURS].values()) / fmean(found["gt"].values())
             shares.append(f"{g.title}, {BY_NAME[OURS].title}: {share:.3f} × GT.")
-    notes = [f"{over_seeds(counts)}. {STARS}", *told]
+    notes = [f"{over_seeds(counts)}. {STARS}", *told, *([legend(METHODS)] if number == 1 else [])]
     tested = how_tested([each for _, each in ahead])
     notes += [f"Compared with the baseline that has the best mean, seed by seed{f'; {tested}' * bool(tested)}."] * bool(
         ahead
@@ -236,7 +238,8 @@ def _quality(records: Sequence[Record], datasets: Sequence[str] | None) -> Table
     notes = [
         f"Each per image, then averaged over the test images{over}; the paper defines neither units nor averages.",
         "NLL of the hidden pixels in nats, values 0 to 1; MSE: sum of squared errors over them. Lower is better.",
-        "PSNR (dB) and SSIM of the image filled with the most probable values. Higher is better.",
+        "PSNR (dB) and SSIM of the image filled with the most probable values. Higher is better. The mean PSNR is that "
+        "of images with any error.",
     ]
     if of(mine, density=FLOW):
         notes.append("* not in the paper's table; trained on complete images, and filled with its best guess.")
@@ -303,6 +306,11 @@ def cells_of(
     return cells
 
 
+def legend(rows: Iterable[Any]) -> str:
+    """What each row does; rows have a title and a description."""
+    return f"What the rows do. {'; '.join(f'{row.title}: {row.description}' for row in rows)}."
+
+
 def compared(ahead: Sequence[tuple[str, Margin]]) -> list[str]:
     """A line for every comparison, after what it is about; p corrected for all of them."""
     corrected = holm([each for _, each in ahead])
@@ -330,7 +338,7 @@ def _here(title: str) -> str:
 def shown(table: Table) -> Table:
     """Without columns of the paper that hold nothing: it has no numbers for other data sets."""
     columns = [(head, *cells) for head, *cells in zip(table.columns, *table.rows, strict=True)]
-    kept = [c for c in columns if not c[0].endswith(FROM) or set(c[1:]) - {NOTHING}]
+    kept = [c for c in columns if not c[0].endswith((FROM, PRINTED)) or set(c[1:]) - {NOTHING}]
     heads, *rows = map(list, zip(*kept, strict=True))
     return replace(table, columns=heads, rows=rows)
 

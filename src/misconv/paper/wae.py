@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from misconv._checks import check_images, check_observed, describe
-from misconv._train import EpochRecord, Job
+from misconv._train import EpochRecord, Job, call_model
 from misconv.paper.cache import as_json
 from misconv.paper.inputs import IncompleteImages, Take
 from misconv.paper.networks import WIDTH
@@ -112,7 +112,7 @@ class WAE(nn.Module):
 
     def reconstruct(self, inputs: Any) -> Tensor:
         """Images (B, C, H, W) by their codes; `inputs` is what a method gives of some images."""
-        return self.decode(self.encode(*inputs) if isinstance(inputs, tuple) else self.encode(inputs))
+        return self.decode(call_model("the encoder", self.encode, inputs))
 
     def forward(self, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Reconstructions, and what the discriminator says, (B, 1), before its sigmoid.
@@ -184,7 +184,7 @@ def wae_job(
 
     def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
         chosen = learned[batch.to(learned.device)]
-        images, *judged = _call(model, take(chosen))
+        images, *judged = call_model("the autoencoder", model, take(chosen))
         reconstruction = reconstruction_loss(images, *data.at(chosen))
         own, fooled = adversarial_losses(*judged)
         figures = torch.stack([reconstruction, own, fooled]).detach().double() * len(batch)
@@ -211,10 +211,6 @@ def wae_job(
         wae, loss, 3, summarise, evaluate, len(learned), settings.batch_size, settings.learning_rate, seed=seed,
         begin=begin, resident=data.images.device.type == "cuda", settings=known, name="WAE",
     )  # fmt: skip
-
-
-def _call(model: Callable[..., Any], batch: Any) -> Any:
-    return model(*batch) if isinstance(batch, tuple) else model(batch)
 
 
 def _encoder(shape: tuple[int, int, int], settings: WAESettings) -> nn.Module:
