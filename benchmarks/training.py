@@ -3,7 +3,8 @@
     python benchmarks/training.py --out results/bench/training-cuda.json
 
 Images are noise of the sizes of the real ones: a step takes as long with them. Every row trains for three short epochs
-and reports the last one. CUDA_DEVICE_MAX_CONNECTIONS, which the driver reads when a process begins, is recorded.
+and reports the last one. CUDA_DEVICE_MAX_CONNECTIONS is recorded, the number of queues to the GPU; the driver reads it
+when a process begins.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from misconv.paper.classification import Experiment
 from misconv.paper.command import fabric_on
 from misconv.paper.densities import job_of, make_density
 from misconv.paper.generation import FLOW, Generation
-from misconv.paper.settings import FULL, MIXED, VALIDATION
+from misconv.paper.matching import SETTINGS as MATCHING
+from misconv.paper.settings import FULL, MIXED, SETTINGS, VALIDATION
 from misconv.paper.wae import SETTINGS as AUTOENCODERS
 
 EPOCHS = 3
@@ -83,16 +85,14 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     rows: list[dict[str, Any]] = []
-    record = {
-        "commit": commit(), "versions": versions(device), "device": device_name(device),
-        "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"), "rows": rows,
-    }  # fmt: skip
+    record = {"commit": commit(), "versions": versions(device), "device": device_name(device), "rows": rows}
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for number, row in enumerate(ROWS):
         if options.only and str(number) not in options.only:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(asdict(row) | timed(row, options.device, Path(folder)))
+            rows.append(asdict(row) | timed(row, options.device, Path(folder)) | {"connections": connections})
         print(number, {key: value for key, value in rows[-1].items() if value}, flush=True)
         options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
@@ -132,29 +132,23 @@ def make_jobs(row: Row, device: str, folder: Path) -> tuple[list[Job], Experimen
 
     seeds = range(row.count)
     if row.network == "classifier":
-        found = experiment(_settings(row).classifier.batch_size, VALIDATION)
+        found = experiment(SETTINGS[row.dataset].classifier.batch_size, VALIDATION)
         inputs = found.inputs_of("zero")
         return [found._job("zero", seed, found.unit("zero", seed), inputs) for seed in seeds], found
     if row.network in ("wae", "flow matching"):
         settings = replace(AUTOENCODERS[row.dataset], precision=row.precision)
+        flow = replace(MATCHING[row.dataset], precision=row.precision)
         name = FLOW.name if row.network == "flow matching" else "zero"
-        batch_size = 128 if name == FLOW.name else settings.batch_size
-        found = experiment(batch_size, VALIDATION)
-        generation = Generation(found, settings)
+        found = experiment(flow.batch_size if name == FLOW.name else settings.batch_size, VALIDATION)
+        generation = Generation(found, settings, flow=flow)
         return [generation._job(name, seed) for seed in seeds], found
-    chosen = _settings(row).density(row.network)
+    chosen = SETTINGS[row.dataset].density(row.network)
     found = experiment(chosen.batch_size, 0.1)
     data = found.whole("train") if row.network == "acflow" else found.train
     make: Callable[[], Job] = lambda: job_of(  # noqa: E731
         make_density(chosen, found.data.shape), chosen, data, found.fabric_with(row.precision)
     )
     return [make() for _ in seeds], found
-
-
-def _settings(row: Row) -> Any:
-    from misconv.paper.settings import SETTINGS
-
-    return SETTINGS[row.dataset]
 
 
 def images(dataset: str, size: int) -> ImageSet:

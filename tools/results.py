@@ -1,8 +1,9 @@
 """Write `results.md` and draw its plots from the records of `misconv table`: `make docs` runs this.
 
-    python tools/results.py [--results results/paper] [--out docs] [--benchmark FILE]
+    python tools/results.py [--results results/paper] [--out docs] [--benchmark FILE] [--training FILE]
 
-FILE is what `misconv bench` wrote on a GPU. Trains and measures nothing itself; a table without records is left out.
+The files are what `misconv bench` and `benchmarks/training.py` wrote on a GPU. Trains and measures nothing itself; a
+table without records is left out.
 """
 
 from __future__ import annotations
@@ -183,6 +184,36 @@ def times(records: Sequence[Record]) -> Table:
     return Table(None, "How long it took", ["data set, what is missing", *columns], rows)
 
 
+STEPS = (
+    "A step of training of one network, when several are trained side by side on a GPU, by `benchmarks/training.py`. "
+    "Queues: how many streams the driver keeps apart (CUDA_DEVICE_MAX_CONNECTIONS); `misconv table` asks for 32."
+)
+NETWORKS = {
+    "classifier": "classifier", "wae": "autoencoder", "flow matching": "flow matching", "acflow": "ACFlow",
+    "dmfa": "DMFA of the paper", "unet": "UNetDMFA",
+}  # fmt: skip
+
+
+def steps(timed: Mapping[str, Any] | None) -> list[str]:
+    """What a training step takes, network by network."""
+    if timed is None:
+        return []
+    columns = ["network", "data set", "side by side", "batches", "precision", "queues", "step of one", "memory, all"]
+    rows = []
+    for row in timed["rows"]:
+        searched = ", searched" if row["search"] else ""
+        rows.append([
+            NETWORKS[row["network"]], printed.TITLES[row["dataset"]], str(row["count"]), f"{row['steps']}{searched}",
+            row["precision"], row["connections"] or "8", f"{row['step_us']:,.0f} µs", f"{row['peak_gb']:.1f} GB",
+        ])  # fmt: skip
+    where = f"{timed['device']}; torch {timed['versions']['torch']}; commit {timed['commit']}."
+    notes = [
+        "Epochs have this number of batches, of noise; “searched”: cuDNN had tried its algorithms. They are short, so "
+        f"what comes once in an epoch (regions, an order, the best parameters) weighs more than in a real one. {where}"
+    ]
+    return ["### What a step takes", STEPS, Table(None, "Steps", columns, rows, notes).markdown()]
+
+
 def circumstances(records: Sequence[Record]) -> str:
     """Where the numbers come from: a line for every data set."""
     lines = []
@@ -204,8 +235,13 @@ def distinct(values: Iterable[Any]) -> str:
     return " and ".join(dict.fromkeys(str(v) for v in values if v)) or "unknown"
 
 
-def page(sources: Mapping[str, list[Record]], benchmark: Mapping[str, Any] | None, pictures: Mapping[str, bool]) -> str:
-    """The document, from whatever there is; `pictures` says which there are."""
+def page(
+    sources: Mapping[str, list[Record]],
+    benchmark: Mapping[str, Any] | None,
+    pictures: Mapping[str, bool],
+    timed: Mapping[str, Any] | None = None,
+) -> str:
+    """The document, from whatever there is; `pictures` says which there are, `timed` is of `benchmarks/training.py`."""
     records = [record for found in sources.values() for record in found]
     parts = [
         f"<!-- made by tools/results.py from {', '.join(sources)}; do not edit -->",
@@ -233,7 +269,7 @@ def page(sources: Mapping[str, list[Record]], benchmark: Mapping[str, Any] | Non
     notes = [f"- {title}: {note}" for title in titles for word, note in DATA.items() if word in title]
     parts += ["## The data", "\n".join(notes)] if notes else []
     spent = times(records)
-    parts += ["## How long it took", SHARED, spent.markdown()]
+    parts += ["## How long it took", SHARED, spent.markdown(), *steps(timed)]
     parts += ["## Where it ran", circumstances(records), repeat(records)]
     return "\n\n".join(parts) + "\n"
 
@@ -460,13 +496,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--results", type=Path, default=ROOT / "results" / "paper")
     parser.add_argument("--benchmark", type=Path, default=ROOT / "results" / "bench" / "layer-cuda.json")
+    parser.add_argument("--training", type=Path, default=ROOT / "results" / "bench" / "training-cuda.json")
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
     options = parser.parse_args(arguments)
     sources = read(options.results)
     if not sources:
         raise SystemExit(f"no records in {options.results}; run `misconv table 1` first")
     records = [record for found in sources.values() for record in found]
-    benchmark = json.loads(options.benchmark.read_text(encoding="utf-8")) if options.benchmark.exists() else None
+    benchmark, timed = (
+        json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+        for file in (options.benchmark, options.training)
+    )
     folder = options.out / "pictures"
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {
@@ -483,7 +523,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if scores.of(records, kind="share"):
         shares.draw_shares(records, folder / "shares.png")
         pictures["shares.png"] = True
-    (options.out / "results.md").write_text(page(sources, benchmark, pictures), encoding="utf-8")
+    (options.out / "results.md").write_text(page(sources, benchmark, pictures, timed), encoding="utf-8")
 
 
 if __name__ == "__main__":

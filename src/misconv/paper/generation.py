@@ -167,7 +167,7 @@ class Generation:
         experiment.say(f"{experiment.data.title}: training {what}, {titles}{side_by_side(len(units))}")
         jobs = [self._job(name, seed) for name, seed in units]
         checkpoint = experiment.cache.running([job.settings for job in jobs])
-        fabric = experiment.fabric if is_flow else self.fabric
+        fabric = experiment.fabric_with(self.flow_settings.precision) if is_flow else self.fabric
         histories = train(
             jobs, fabric, epochs=epochs, checkpoint=checkpoint, progress=experiment.progress,
             checkpoint_seconds=experiment.pause, title=f"{len(jobs)} {what}", transient=True,
@@ -194,7 +194,7 @@ class Generation:
 
     @cached_property
     def fabric(self) -> Fabric:
-        """Where and how precisely autoencoders are trained; flows have full precision."""
+        """Where and how precisely autoencoders are trained."""
         return self.experiment.fabric_with(self.settings.precision)
 
     def _new(self, name: str, seed: int) -> WAE | FlowMatching:
