@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +199,41 @@ def test_written_as_the_others_are(tool: dict[str, Any], path: Path, tmp_path: P
     tool["write"](tmp_path / "again.json", tool["read"](path))
     assert (tmp_path / "again.json").read_text(encoding="utf-8") == path.read_text(encoding="utf-8")
     assert json.loads(path.read_text(encoding="utf-8")).keys() == {"records"}
+
+
+def test_tables_run_at_once_until_time_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_tables = runpy.run_path(str(ROOT / "tools" / "run_tables.py"))
+    calls = [
+        "B --dataset digits --quick --seeds 1 --methods zero,mask",
+        "X",
+        "1 --dataset digits",
+        "2 --dataset digits",
+    ]
+    codes = run_tables["run"](calls[:2], tmp_path, 300.0, 2)
+    assert codes == [0, 2]
+    assert "the table must be 1, 2, " in (tmp_path / "call-1.log").read_text(encoding="utf-8")
+    stopped, never = run_tables["run"](calls[2:], tmp_path, 1.0, 1)
+    assert stopped not in (0, None)
+    assert never is None
+    said = capsys.readouterr().out
+    assert all(
+        f"{call}: {what}" in said for call, what in zip(calls[1:], ("exit code 2", "stopped", "not begun"), strict=True)
+    )
+    run_tables["pack"](tmp_path, tmp_path / "pack" / "records.tar.gz")
+    with tarfile.open(tmp_path / "pack" / "records.tar.gz") as archive:
+        names = archive.getnames()
+        archive.extractall(tmp_path / "home", filter="data")
+    assert {"call-0.log", "call-1.log", "table-B-digits-zero-mask-quick.json"} <= set(names)
+    assert not any("densities" in name or "networks" in name for name in names)
+    units = sorted((tmp_path / "home" / "records").glob("*.json"))
+    (tmp_path / "results").mkdir()
+    merge = runpy.run_path(str(ROOT / "tools" / "records.py"))["merge"]
+    assert merge(units, tmp_path / "results") == ["digits-recipe.json: 2 records"]
+
+
+@pytest.mark.parametrize("option", [("--minutes", "0"), ("--minutes", "1", "--at-once", "0")])
+def test_tables_need_time(option: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    run_tables = runpy.run_path(str(ROOT / "tools" / "run_tables.py"))
+    with pytest.raises(SystemExit):
+        run_tables["main"](["1", *option])
+    assert "--minutes must be above 0 and --at-once at least 1" in capsys.readouterr().err

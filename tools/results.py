@@ -277,8 +277,7 @@ def page(
 def earlier() -> str:
     """What the classifiers of an earlier commit did on SVHN."""
     runs = [r for found in read(ROOT / "results/paper/earlier").values() for r in found]
-    shares = [max(r["accuracy_incomplete"], r["accuracy_complete"]) for r in runs]
-    dead = sum(share < ONE_ANSWER for share in shares)
+    dead = sum(max(r["accuracy_incomplete"], r["accuracy_complete"]) < ONE_ANSWER for r in runs)
     return (
         "- Before, the classifiers had one step down and that ReLU. On SVHN every image then got the same answer in "
         f"{dead} of {len(runs)} trainings, whatever the method; where we looked, all 20 units of the ReLU had died "

@@ -191,7 +191,7 @@ class DensityTraining:
         return {"nll": nll / max(pixels, 1), "mse": error / max(pixels, 1)}
 
     def evaluate(self, model: nn.Module) -> tuple[float, EpochRecord]:
-        """What is minimised, on the images that were set aside; and what is recorded of them."""
+        """The likelihoods that are minimised, on the images that were set aside; and what is recorded of them."""
         if self.shown is None:
             return -math.inf, {}
         sums = torch.zeros(11, dtype=torch.float64, device=self.fabric.device)

@@ -82,7 +82,7 @@ def labelled_job(
         assert isinstance(total, Tensor)
         nll_sum, right, count = total.tolist()
         record = {"validation_nll": nll_sum / count, "validation_accuracy": right / count}
-        # The accuracy on a few images is coarse: of equal ones the likelihood decides.
+        # The accuracy on a few images is coarse, so the likelihood counts, too: a nat as much as a tenth of a point.
         return -record["validation_accuracy"] + 1e-3 * min(record["validation_nll"], 100.0), record
 
     settings = {"task": "classifier", "seed": seed, "images": reader.size, "augment": augment}

@@ -1,4 +1,4 @@
-"""Few images are many: mirrored, and moved so that another part of each is seen."""
+"""Data augmentation of incomplete images: mirrored, and shifted so that another part of each is seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job of training, and a job on its way: its steps with Adam, its best parameters, what a checkpoint holds of it.
+"""A job of training, and its state: its steps with Adam, its best parameters, what a checkpoint holds of it.
 
 All randomness of an epoch comes from the seed and the number of the epoch, so that a run that was killed and called
 again ends with the same parameters as one that was not.
@@ -98,7 +98,7 @@ class Job:
 
 
 class Running:
-    """A job on its way."""
+    """A job and the state of its training."""
 
     def __init__(self, job: Job, fabric: Fabric, captured: bool) -> None:
         self.job, self.fabric = job, fabric

@@ -68,8 +68,8 @@ def _moments_sum(p: MFA, x: Tensor, errors: Tensor, target: Tensor) -> Tensor:
 def validation_sums(p: MFA, x: Tensor, target: Tensor, objective: str) -> Tensor:
     """Sums over some images, for `ratio_and_error` and `figures`.
 
-    The four `ratio_sums` of what is minimised; −log p, jointly and pixel by pixel; squared error; pixels inside 50 %
-    and 90 % intervals; and how many pixels there are.
+    The four `ratio_sums` of the likelihoods that are minimised; −log p, jointly and pixel by pixel; squared error;
+    pixels inside 50 % and 90 % intervals; and how many pixels there are.
     """
     joint, marginal = p.log_probs(x, target)  # (B,)
     parts = {"joint": -joint.double(), "marginal": -marginal.double()}

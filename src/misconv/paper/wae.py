@@ -41,7 +41,7 @@ class WAESettings:
         learning_rate: of Adam, of all parts. The paper names a smaller one for the discriminator; in the authors' code
             that factor is the weight of its loss, which Adam does not feel.
         precision: of the training on a GPU, in Fabric's words; a CPU has full precision.
-        measured: test images are looked at after every so many epochs, and by the chosen one.
+        measured: test images are looked at every `measured` epochs, and by the chosen one.
     """
 
     width: int
