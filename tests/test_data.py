@@ -217,6 +217,11 @@ BAD_ARRAYS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"x_train of mine.npz must have 1 to 16 channels, on its last axis: \(N, H, W, C\), got a uint8 array of shape \(6, 3, 32, 32\)",
     ),
+    "channels of small squares first": (
+        {"x_train": pixels(6, 1, 8, 8)},
+        ValueError,
+        r"x_train of mine.npz must have 1 to 16 channels, on its last axis: .* of shape \(6, 1, 8, 8\)",
+    ),
     "two shapes": (
         {"x_test": pixels(4, 7, 5, 3)},
         ValueError,

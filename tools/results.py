@@ -201,10 +201,11 @@ def steps(timed: Mapping[str, Any] | None) -> list[str]:
     columns = ["network", "data set", "side by side", "batches", "precision", "queues", "step of one", "memory, all"]
     rows = []
     for row in timed["rows"]:
-        searched = ", searched" if row["search"] else ""
+        searched, layout = ", searched" * row["search"], ", channels last" * row.get("last", False)
         rows.append([
-            NETWORKS[row["network"]], printed.TITLES[row["dataset"]], str(row["count"]), f"{row['steps']}{searched}",
-            row["precision"], row["connections"] or "8", f"{row['step_us']:,.0f} µs", f"{row['peak_gb']:.1f} GB",
+            NETWORKS[row["network"]], printed.TITLES[row["dataset"]], str(row["count"]),
+            f"{row['steps']}{searched}", row["precision"] + layout, row["connections"] or "8",
+            f"{row['step_us']:,.0f} µs", f"{row['peak_gb']:.1f} GB",
         ])  # fmt: skip
     where = f"{timed['device']}; torch {timed['versions']['torch']}; commit {timed['commit']}."
     notes = [

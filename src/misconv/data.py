@@ -398,7 +398,9 @@ def _images(name: str, images: Array) -> Tensor:
         raise ValueError(
             f"{name} must have shape (N, H, W) or (N, H, W, C) with no empty dimension, got {_describe(images)}"
         )
-    if images.ndim == 4 and images.shape[-1] > _MOST_CHANNELS:
+    # Squares of 4 to 16 pixels whose channels come first would be taken for strips of that many channels.
+    _, rows, columns, last = images.shape if images.ndim == 4 else (0, 0, 0, 1)
+    if last > _MOST_CHANNELS or (rows in (1, 3) and rows < columns == last):
         raise ValueError(
             f"{name} must have 1 to {_MOST_CHANNELS} channels, on its last axis: (N, H, W, C), got {_describe(images)}"
         )
