@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 from misconv import data, impute, missing
 from misconv.paper import classification, coding, command, evidence, letters, printed, recipe, splitting
 from misconv.paper.augment import Augmented, FreshlyHidden, Versions
+from misconv.paper.cache import Cache
 from misconv.paper.inputs import zeros_and_mask
 from misconv.paper.recipe import RECIPES, Joint, Runs, Work
 from misconv.paper.regions import ALL_SHAPES, all_shapes
@@ -233,6 +234,27 @@ def test_networks_meet_every_share(tmp_path: Path) -> None:
     assert hidden == [pytest.approx(side**2 / 64) for side in (0, 2, 4, 4, 5, 6, 6, 7, 7, 7)]
     notes = evidence.make_letter("figure-A", records).notes
     assert "digits: regions have whole pixels, and hide 0, 6, 25, 25, 39, 56, 56, 77, 77, 77 %." in notes
+
+
+@pytest.mark.parametrize(("measure", "kind"), [(run_shares, "share"), (run_transfer, "transfer")])
+def test_only_what_is_missing_is_measured_again(
+    measure: Callable[..., list[Record]], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = Runs(Spied(tmp_path))
+    names = ["mean", "mask"] if kind == "share" else ["mean", "zero"]
+    records = measure(runs, names, [0, 1])
+    lost = records[3]
+    runs.experiment.cache._record(lost["settings"]).unlink()
+    kept: list[tuple[str, int]] = []
+    keep = Cache.keep
+
+    def spied(self: Cache, settings: dict[str, Any], record: Record) -> Record:
+        kept.append((record["method"], record["seed"]))
+        return keep(self, settings, record)
+
+    monkeypatch.setattr(Cache, "keep", spied)
+    assert essence(measure(Runs(Spied(tmp_path)), names, [0, 1])) == essence(records)
+    assert kept == [(lost["method"], lost["seed"])]
 
 
 def test_coded_otherwise_in_training_than_in_the_test(tmp_path: Path) -> None:

@@ -25,28 +25,29 @@ COLOURS = {"hiding": "#4d4d4d", "partial": "#2b7bba", "samples": "#e69f00", "mfa
 
 def run_shares(runs: Runs, names: Sequence[str], seeds: Sequence[int]) -> list[Record]:
     """The records of all rows with all shares and seeds; what is not there yet is trained, and measured."""
-
-    def find() -> list[Record | None]:
-        units = [_unit(runs, name, seed, share) for name in names for seed in seeds for share in SHARES]
-        return [runs.experiment.cache.get(unit, "share") for unit in units]
-
-    if None in find():
-        _measure(runs, names, seeds)
-    return [record for record in find() if record is not None]
+    cache = runs.experiment.cache
+    wanted = [(name, seed, share) for name in names for seed in seeds for share in SHARES]
+    todo = [each for each in wanted if cache.get(_unit(runs, *each), "share") is None]
+    if todo:
+        _measure(runs, todo)
+    found = [cache.get(_unit(runs, *each), "share") for each in wanted]
+    return [record for record in found if record is not None]
 
 
 def _unit(runs: Runs, name: str, seed: int, share: float) -> dict[str, Any]:
     return {**runs.unit(name, seed), "variant": f"share {share:g}", "share": share}
 
 
-def _measure(runs: Runs, names: Sequence[str], seeds: Sequence[int]) -> None:
-    experiment, works = runs.experiment, runs.networks(names, seeds)
+def _measure(runs: Runs, todo: Sequence[tuple[str, int, float]]) -> None:
+    names, seeds = dict.fromkeys(name for name, *_ in todo), dict.fromkeys(seed for _, seed, _ in todo)
+    experiment, works = runs.experiment, runs.networks(list(names), list(seeds))
     labels = experiment.labels[1]
-    for share in SHARES:
+    for share in dict.fromkeys(share for *_, share in todo):
         experiment.say(f"{experiment.data.title}, {experiment.shape}: {share:.0%} of every test image missing")
         data, said = _missing(runs, share), dict[str, CachedMFA]()
         hidden = 1 - float(data.observed.double().mean())  # a region has whole pixels
-        for (name, seed), work in works.items():
+        for name, seed in ((name, seed) for name, seed, asked in todo if asked == share):
+            work = works[name, seed]
             average_more(work.network)
             logs = log_probabilities(work.network, runs.given(work, data, said), len(labels), experiment.device)
             record = {"kind": "share", **experiment.circumstances(), "method": name, "seed": seed, "share": share}

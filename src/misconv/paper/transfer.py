@@ -67,27 +67,30 @@ def shapes_of(channels: int) -> list[str]:
 
 def run_transfer(runs: Runs, names: Sequence[str], seeds: Sequence[int]) -> list[Record]:
     """The records of all ways with all shapes and seeds; what is not there yet is trained, and measured."""
-    experiment = runs.experiment
-    ways = [way for way in WAYS if way.name in names]
-    shapes = shapes_of(experiment.data.shape[0])
-
-    def find(shape: str) -> list[Record | None]:
-        units = [_unit(runs, way, shape, seed) for way in ways for seed in seeds]
-        return [experiment.cache.get(unit, "transfer") for unit in units]
-
-    todo = [shape for shape in shapes if None in find(shape)]
+    cache = runs.experiment.cache
+    wanted = [
+        (shape, way, seed)
+        for shape in shapes_of(runs.experiment.data.shape[0])
+        for way in WAYS
+        if way.name in names
+        for seed in seeds
+    ]
+    todo = [each for each in wanted if cache.get(_unit(runs, *each), "transfer") is None]
     if todo:
-        networks = {seed: work.network for (_, seed), work in runs.networks(["gt"], seeds).items()}
-        fills = _fills(runs, {way.source for way in ways})
-        for shape in todo:
-            _measure(runs, ways, shape, networks, fills)
-    return [record for shape in shapes for record in find(shape) if record is not None]
+        asked = list(dict.fromkeys(seed for *_, seed in todo))
+        networks = {seed: work.network for (_, seed), work in runs.networks(["gt"], asked).items()}
+        fills = _fills(runs, {way.source for _, way, _ in todo})
+        for shape in dict.fromkeys(shape for shape, *_ in todo):
+            units = [(way, seed) for each, way, seed in todo if each == shape]
+            _measure(runs, shape, units, networks, fills)
+    found = [cache.get(_unit(runs, *each), "transfer") for each in wanted]
+    return [record for record in found if record is not None]
 
 
 def known_transfer(runs: Runs, seeds: Sequence[int]) -> list[Record]:
     """The records that are there."""
     cache, shapes = runs.experiment.cache, shapes_of(runs.experiment.data.shape[0])
-    units = [_unit(runs, way, shape, seed) for shape in shapes for way in WAYS for seed in seeds]
+    units = [_unit(runs, shape, way, seed) for shape in shapes for way in WAYS for seed in seeds]
     return [record for record in (cache.get(unit, "transfer") for unit in units) if record is not None]
 
 
@@ -95,7 +98,7 @@ def _density(runs: Runs) -> Any:
     return replace(runs.recipe.density, shapes="all", complete=True)
 
 
-def _unit(runs: Runs, way: Way, shape: str, seed: int) -> dict[str, Any]:
+def _unit(runs: Runs, shape: str, way: Way, seed: int) -> dict[str, Any]:
     """What makes a record what it is; it has the network's settings in it."""
     density = as_json(_density(runs)) if way.source == "density" else None
     more = {"shape": shape, "fraction": ALL_SHAPES[shape], "method": way.name, "seed": seed, "variant": "transfer"}
@@ -117,8 +120,10 @@ def _fills(runs: Runs, sources: set[str]) -> Fills:
 
 
 @torch.no_grad()
-def _measure(runs: Runs, ways: Sequence[Way], shape: str, networks: dict[int, nn.Module], fills: Fills) -> None:
-    """Write the records of one shape."""
+def _measure(
+    runs: Runs, shape: str, units: Sequence[tuple[Way, int]], networks: dict[int, nn.Module], fills: Fills
+) -> None:
+    """Write the records of one shape, of some ways with seeds."""
     experiment = runs.experiment
     experiment.say(f"{experiment.data.title}, {shape}: testing networks that were trained on complete images")
     images, labels = experiment.data.test.to(experiment.device), experiment.labels[1]
@@ -126,16 +131,16 @@ def _measure(runs: Runs, ways: Sequence[Way], shape: str, networks: dict[int, nn
     draw, size = region_named(shape, images.shape[1]), (len(images), *images.shape[2:])
     observed = draw(*size, fraction=ALL_SHAPES[shape], generator=generator).to(experiment.device)
     data = IncompleteImages(images, observed, experiment.filler)
-    tested = {(way, seed): way.wrap(network).eval() for way in ways for seed, network in networks.items()}
-    said: dict[tuple[Way, int], list[Tensor]] = {each: [] for each in tested}
+    tested = {(way, seed): way.wrap(networks[seed]).eval() for way, seed in units}
+    logs: dict[tuple[Way, int], list[Tensor]] = {each: [] for each in tested}
     for rows in torch.arange(len(images), device=experiment.device).split(CHUNK):
-        given = {source: _as_mfa(fills[source](*data.at(rows))) for source in {way.source for way in ways}}
+        given = {source: _as_mfa(fills[source](*data.at(rows))) for source in {way.source for way, _ in units}}
         for (way, seed), network in tested.items():
-            said[way, seed].append(network(way.form(given[way.source])).float().log_softmax(1))
-    for (way, seed), logs in said.items():
-        found = measures(torch.cat(logs), labels)
+            logs[way, seed].append(network(way.form(given[way.source])).float().log_softmax(1))
+    for (way, seed), parts in logs.items():
+        found = measures(torch.cat(parts), labels)
         record = {"kind": "transfer", **experiment.circumstances(), "shape": shape, "method": way.name, "seed": seed}
-        experiment.cache.keep(_unit(runs, way, shape, seed), {**record, **found})
+        experiment.cache.keep(_unit(runs, shape, way, seed), {**record, **found})
 
 
 def _as_mfa(said: MFA | Tensor) -> MFA:
