@@ -302,11 +302,11 @@ class Experiment:
         """Of all names with all seeds, each of which is a unit; those that are not there are trained side by side."""
         wanted = [(name, seed) for name in names for seed in seeds]
         todo = [each for each in wanted if self.cache.get(unit(*each), kind) is None]
-        self.in_turns(todo, len(seeds), train)
+        self.in_groups(todo, len(seeds), train)
         found = [self.cache.get(unit(*each), kind) for each in wanted]
         return [record for record in found if record is not None]
 
-    def in_turns(
+    def in_groups(
         self, todo: Sequence[tuple[str, int]], seeds: int, train: Callable[[Sequence[tuple[str, int]]], None]
     ) -> None:
         """Train as many of some units at a time as the device takes; a CPU all seeds of a method."""

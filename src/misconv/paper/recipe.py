@@ -197,7 +197,7 @@ class Runs:
         lost = [each for each in wanted if not self.experiment.cache.network(self.unit(*each)).exists()]
         if lost:
             self.experiment.say(f"{len(lost)} networks are not in the folder: they are trained and measured again")
-            self.experiment.in_turns(lost, len(seeds), self._train)
+            self.experiment.in_groups(lost, len(seeds), self._train)
         return {each: self._load(*each) for each in wanted}
 
     def _load(self, name: str, seed: int) -> Work:
