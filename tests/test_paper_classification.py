@@ -26,7 +26,8 @@ from misconv.data import ImageSet
 from misconv.paper import cache as caches
 from misconv.paper import classification, densities, methods
 from misconv.paper.cache import FORMAT, Cache, as_json, key
-from misconv.paper.classification import Experiment, Trained
+from misconv.paper.classification import Experiment
+from misconv.paper.classifiers import Trained
 from misconv.paper.densities import DensitySettings
 from misconv.paper.flows import FlowSettings
 from misconv.paper.inputs import IncompleteImages, Take

@@ -13,7 +13,6 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +22,13 @@ from torch import Tensor, nn
 
 from misconv import missing, store
 from misconv._store import commit, device_name, versions
-from misconv._train import History, Job, as_floats, classifier_job, count_right, one_device, train
+from misconv._train import Job, as_floats, classifier_job, count_right, one_device, train
 from misconv.data import ImageSet
 from misconv.density import SMFA, ConvDMFA
 from misconv.layers import MisConv2d
 from misconv.paper.acflow import ACFlow
 from misconv.paper.cache import Cache, as_json, key
+from misconv.paper.classifiers import MethodInputs, Trained, side_by_side
 from misconv.paper.densities import (
     TITLES,
     AnySettings,
@@ -48,49 +48,12 @@ from misconv.training import fit_density
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["Experiment", "MethodInputs", "Trained", "side_by_side"]
+__all__ = ["Experiment"]
 
 
 Fit = tuple[str, AnySettings, dict[str, Any]]  # a density's name and settings, and those of its unit
 # How many classifiers are trained side by side on a GPU, and how often their state is put on the disk.
 SIDE_BY_SIDE, CHECKPOINT_SECONDS = 48, 60.0
-
-
-@dataclass(frozen=True)
-class MethodInputs:
-    """What the classifier of a method is given.
-
-    Args:
-        first_layer: makes the first layer for images of some channels.
-        train: how it is given training images. test: the same of incomplete and of complete test images, made when it
-            is called.
-    """
-
-    first_layer: Callable[[int], nn.Module]
-    train: Take
-    test: Callable[[], tuple[Take, Take]]
-
-
-@dataclass
-class Trained:
-    """A classifier after its training and before its test.
-
-    Args:
-        settings: what makes its unit what it is.
-        history: a record for each epoch, and which of them is that of the network.
-        seconds: its share of the time.
-        side_by_side: how many classifiers were trained at a time.
-        variant: what was done otherwise than usual, if anything was.
-    """
-
-    settings: dict[str, Any]
-    method: Method
-    seed: int
-    network: nn.Module
-    history: History
-    seconds: float
-    side_by_side: int
-    variant: str | None = None
 
 
 class Experiment:
@@ -459,8 +422,3 @@ class Experiment:
 
 def _at(take: Take, rows: Tensor) -> Take:
     return lambda indices: take(rows[indices])
-
-
-def side_by_side(count: int) -> str:
-    """What is said of some trainings, unless there is one alone."""
-    return f"; {count} side by side" if count > 1 else ""

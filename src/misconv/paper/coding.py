@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from misconv import impute
 from misconv.layers import MisConv2d
-from misconv.paper.classification import Experiment, MethodInputs
+from misconv.paper.classification import Experiment
+from misconv.paper.classifiers import MethodInputs
 from misconv.paper.inputs import IncompleteImages, Take, point
 from misconv.paper.networks import WIDTH
 from misconv.paper.scores import Record

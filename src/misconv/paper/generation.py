@@ -29,7 +29,8 @@ from misconv._train import Job, train
 from misconv.data import ImageSet
 from misconv.paper import figures
 from misconv.paper.cache import as_json
-from misconv.paper.classification import Experiment, side_by_side
+from misconv.paper.classification import Experiment
+from misconv.paper.classifiers import side_by_side
 from misconv.paper.features import FEATURES, FeatureSettings, Ruler, check_ruler
 from misconv.paper.flow_matching import FlowMatching
 from misconv.paper.matching import SETTINGS as MATCHING

@@ -25,7 +25,8 @@ from misconv.mfa import MFA
 from misconv.paper import splitting
 from misconv.paper.augment import EXTRA, Augmented, FreshlyHidden, Versions
 from misconv.paper.cache import as_json
-from misconv.paper.classification import Experiment, side_by_side
+from misconv.paper.classification import Experiment
+from misconv.paper.classifiers import side_by_side
 from misconv.paper.completions import SAMPLES, Sampled
 from misconv.paper.densities import DensitySettings, make_density
 from misconv.paper.inputs import CachedMFA, IncompleteImages, Take, point
